@@ -249,10 +249,9 @@ class Evaluation:
             return self._gather_beside(value, layouts[0], layouts[1], layout)
         operands = list[Elements]()
         for source, its_layout in zip(value.sources, layouts, strict=True):
-            is_large = (
-                op in ("reduce", "dot") and prod(self.binding.shape(its_layout or ())) > _MANY
-            )
-            if its_layout is None or is_large:
+            if its_layout is None:
+                return None
+            if op in ("reduce", "dot") and prod(self.binding.shape(its_layout)) > _MANY:
                 return None
             operands.append(self._expanded(self.beside(source, its_layout), its_layout))
         if op == "dot":

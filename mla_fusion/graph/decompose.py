@@ -14,7 +14,7 @@ from torch.fx import Graph, GraphModule
 
 from mla_fusion.compat import OpOverload, decompositions, make_fx, tree_leaves, tree_map
 from mla_fusion.fx.kinds import signature
-from mla_fusion.graph.call import RULES, name_of
+from mla_fusion.graph.call import RULES, Size, name_of
 from mla_fusion.graph.form import Value
 
 _COMPOSED = frozenset(("einsum", "repeat_interleave", "tile"))
@@ -56,7 +56,13 @@ def decomposition(target: Any, arguments: dict[str, Any]) -> tuple[Graph, list[V
         return None
     leaves = tree_leaves(arguments)
     operands = [leaf for leaf in leaves if isinstance(leaf, Value)]
-    kinds = [(leaf.shape, leaf.dtype) if isinstance(leaf, Value) else repr(leaf) for leaf in leaves]
+    # a Size is printed as its expression, and the graph has the number that it is bound to
+    kinds = [
+        (leaf.shape, leaf.dtype)
+        if isinstance(leaf, Value)
+        else repr(int(leaf) if isinstance(leaf, Size) else leaf)
+        for leaf in leaves
+    ]
     key = target, tuple(arguments), tuple(kinds)
     if key not in _DECOMPOSITIONS:
         _DECOMPOSITIONS[key] = _trace(target, function, arguments, operands)

@@ -91,16 +91,7 @@ class Plan:
     def read_results(self) -> set[str]:
         """Returns the names of the results that something reads."""
         names = {leaf: name for name, leaf in self.results.items()}
-        results, stack = set[str](), list(self.replaced.values())
-        seen = set[Value]()
-        while stack:
-            value = stack.pop()
-            if value in names:
-                results.add(names[value])
-            elif value not in seen:
-                seen.add(value)
-                stack += value.sources
-        return results
+        return {names[leaf] for leaf in nearest(self.replaced.values(), names)}
 
     @property
     def tokens(self) -> Any:

@@ -15,8 +15,9 @@ from typing import Any
 import torch
 
 from mla_fusion.exact.prove import Claim
+from mla_fusion.fx.walk import reached
 from mla_fusion.graph import quantise
-from mla_fusion.graph.form import MOVES, Value, filled_with, order, strip, strip_reshapes
+from mla_fusion.graph.form import MOVES, Value, filled_with, nearest, order, strip, strip_reshapes
 from mla_fusion.graph.numbers import ONE
 from mla_fusion.meta.number_formats import FORMATS
 from mla_fusion.meta.spec import TILE_SIZE
@@ -102,10 +103,7 @@ class _Variants:
 
     def _is_computed_from(self, rows: Value, part: str) -> bool:
         """Returns True if the rows are computed from what a claim of this part names."""
-        claimed = {claim.graph for claim in self._claims(part)}
-        return not claimed.isdisjoint(order([rows], claimed)) or any(
-            source in claimed for value in order([rows], claimed) for source in value.sources
-        )
+        return bool(nearest([rows], {claim.graph for claim in self._claims(part)}))
 
     def _claims(self, part: str) -> list[Claim]:
         """Returns the claims of this part."""
@@ -260,22 +258,17 @@ class _Variants:
 
     def _queries(self) -> Iterator[tuple[Value, Value]]:
         """Yields the absorbed query and what is moved of it, with their rewrites."""
-        stack = [claim.graph for claim in self._claims("query")]
-        for value in self._moves_of(stack):
+        for value in self._moves_of(claim.graph for claim in self._claims("query")):
             kernel = self.rewrites.of(value)
             if kernel is not None and prod(value.shape) == prod(self.base.results.query.shape):
                 yield value, kernel
 
     def _moves_of(self, values: Iterable[Value]) -> Iterator[Value]:
         """Yields the Values, and what is computed from them by moves."""
-        stack, seen = [*values], set[Value]()
-        while stack:
-            value = stack.pop()
-            if value not in seen:
-                seen.add(value)
-                yield value
-                users = self.projections.users.get(value, ())
-                stack += [user for user in users if user.op in MOVES]
+        users = self.projections.users
+        return reached(
+            values, lambda value: (user for user in users.get(value, ()) if user.op in MOVES)
+        )
 
     def _scaled_rope_claims(self, step: Value) -> Iterator[tuple[Claim, Value]]:
         """Yields claims of what is rotated of the query, times a scale over the step of each head.

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
 from heapq import heappop, heappush
 from math import prod
+from operator import attrgetter
 from typing import NamedTuple
 
 from torch.fx import Node
@@ -45,6 +46,7 @@ _SMOOTH = frozenset(
     sigmoid sin sinc sinh tan tanh
     """.split()
 )
+_serial = attrgetter("serial")
 _EXCHANGES = "exchanges values with other devices"
 
 
@@ -723,10 +725,6 @@ _REASON_FINDERS: dict[str, Callable[[_NearMisses, Departure, Site, Site], Reason
     "tokens.mixed": _NearMisses._tokens_reason,
     "reader.latent": _NearMisses._reader_reason,
 }
-
-
-def _serial(value: Value) -> int:
-    return value.serial
 
 
 def _sorted(values: Iterable[Value]) -> list[Value]:
