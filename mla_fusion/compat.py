@@ -545,6 +545,6 @@ def quiet_fakes() -> Iterator[None]:
 
 def decompositions() -> dict[Any, Callable[..., Any]]:
     """Returns torch's decompositions of operators, by overload."""
-    from torch._decomp import core_aten_decompositions
+    from torch._decomp import core_aten_decompositions, get_decompositions
 
-    return dict(core_aten_decompositions())
+    return dict(core_aten_decompositions()) | get_decompositions([torch.ops.aten.native_layer_norm])

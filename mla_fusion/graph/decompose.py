@@ -78,7 +78,8 @@ def _trace(
     def call(*tensors: torch.Tensor) -> Any:
         given = iter(tensors)
         filled = tree_map(lambda leaf: next(given) if isinstance(leaf, Value) else leaf, arguments)
-        return function(**{"self" if name == "x" else name: filled[name] for name in filled})
+        results = function(**{"self" if name == "x" else name: filled[name] for name in filled})
+        return tuple(results) if isinstance(results, tuple) else results
 
     tensors = [
         torch.empty(operand.shape, dtype=operand.dtype, device="meta") for operand in operands

@@ -727,8 +727,11 @@ class _Joiner:
         return self._claim(part, site, rotated.value, flat)
 
     def _claim(self, part: str, site: Site, value: Value, rows: Value) -> Claim:
-        """Returns the claim that a Value of a site has these rows [T, n]."""
-        return Claim(part, value, from_rows(self.form, rows, value, site.layouts[value]))
+        """Returns the claim that a Value has these rows [T, n]. It is of the site's cone, or a
+        product of it head by head.
+        """
+        layout = site.layouts.get(value) or layout_of(value, site.layouts)
+        return Claim(part, value, from_rows(self.form, rows, value, layout))
 
     def _optional_claims(
         self,
