@@ -56,24 +56,41 @@ def decomposition(target: Any, arguments: dict[str, Any]) -> tuple[Graph, list[V
         return None
     leaves = tree_leaves(arguments)
     operands = [leaf for leaf in leaves if isinstance(leaf, Value)]
+    floats = [
+        operand.dtype
+        for operand in operands
+        if not operand.active and operand.dtype.is_floating_point
+    ]
+
+    def dtype_of(operand: Value) -> torch.dtype:
+        """The dtype of an operand. Casts of activations are erased: they take another's."""
+        return floats[0] if floats and operand.active else operand.dtype
+
     # a Size is printed as its expression, and the graph has the number that it is bound to
     kinds = [
-        (leaf.shape, leaf.dtype)
+        (leaf.shape, dtype_of(leaf))
         if isinstance(leaf, Value)
         else repr(int(leaf) if isinstance(leaf, Size) else leaf)
         for leaf in leaves
     ]
     key = target, tuple(arguments), tuple(kinds)
     if key not in _DECOMPOSITIONS:
-        _DECOMPOSITIONS[key] = _trace(target, function, arguments, operands)
+        _DECOMPOSITIONS[key] = _trace(
+            target, function, arguments, [kind for kind in kinds if isinstance(kind, tuple)]
+        )
     module = _DECOMPOSITIONS[key]
     return None if module is None else (module.graph, operands)
 
 
 def _trace(
-    target: Any, function: Any, arguments: dict[str, Any], operands: list[Value]
+    target: Any,
+    function: Any,
+    arguments: dict[str, Any],
+    kinds: list[tuple[tuple[int, ...], torch.dtype]],
 ) -> GraphModule | None:
-    """Traces torch's decomposition on meta tensors. None if it cannot be traced or read."""
+    """Traces torch's decomposition on meta tensors of these shapes and dtypes. None if it cannot be
+    traced or read.
+    """
 
     def call(*tensors: torch.Tensor) -> Any:
         given = iter(tensors)
@@ -81,9 +98,7 @@ def _trace(
         results = function(**{"self" if name == "x" else name: filled[name] for name in filled})
         return tuple(results) if isinstance(results, tuple) else results
 
-    tensors = [
-        torch.empty(operand.shape, dtype=operand.dtype, device="meta") for operand in operands
-    ]
+    tensors = [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in kinds]
     try:
         with torch.no_grad():
             module = make_fx(call)(*tensors)

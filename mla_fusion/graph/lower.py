@@ -23,7 +23,7 @@ from mla_fusion.compat import without_fake_mode
 from mla_fusion.fx.build import Builder
 from mla_fusion.graph.columns import Groups, groups_of
 from mla_fusion.graph.form import Value, broadcast, filled_with
-from mla_fusion.graph.numbers import MINUS_ONE, ONE, Number, is_open, number
+from mla_fusion.graph.numbers import MINUS_ONE, ONE, Number, number
 from mla_fusion.graph.read import Graph
 
 aten = torch.ops.aten
@@ -117,17 +117,15 @@ class Lowering:
 
     def _scalar(self, scalar: Number) -> Any:
         """A number as an argument of an operator. Raises LookupError if a symbolic size is part
-        of it.
+        of it, but is not the number.
         """
-        if scalar.roots or scalar.ratio.denominator != 1 or abs(scalar.ratio) > sys.maxsize:
-            for part in (scalar.ratio.numerator, scalar.ratio.denominator):
-                if not isinstance(self.graph.unbound(part), int):
-                    raise LookupError(f"{part} is a size")
+        parts = scalar.ratio.as_integer_ratio()
+        if scalar.roots or parts[1] != 1 or abs(parts[0]) > sys.maxsize:
+            if any(part % size == 0 for part in parts for size in self.graph.sizes):
+                raise LookupError("a quotient of sizes")
             return float(scalar)
-        size = self.graph.unbound(int(scalar.ratio))
-        if self.graph.sizes and isinstance(size, int) and is_open(abs(size)):
-            raise LookupError(f"{size} is made of a size")
-        return self.b.size(size)
+        size = self.graph.unbound(abs(parts[0]))
+        return self.b.size(-size if parts[0] < 0 else size)
 
     def _full(self, filled: Value, shape: Sequence[int]) -> Any:
         """A tensor filled with one number."""

@@ -233,7 +233,8 @@ class Graph:
         """The graph's size that was bound to ``number``, or the product of such sizes.
 
         Returns ``number`` itself if it stands for no size. Raises LookupError if it is both a
-        symbolic size's number and small enough to be a literal.
+        symbolic size's number and small enough to be a literal, or if the graph has no such size
+        and no such literal: then it is a sum with a symbolic size in it.
         """
         if number in self.sizes:
             if number < LEAST_BOUND:
@@ -242,7 +243,32 @@ class Graph:
         for bound_number, size in self.sizes.items():
             if number and number % bound_number == 0 and is_rough(bound_number):
                 return size * self.unbound(number // bound_number)
-        return number
+        if number < LEAST_BOUND or not self.sizes or number in self._literals:
+            return number
+        if number in self.sizes:
+            return self.sizes[number]
+        raise LookupError("a sum with a symbolic size")
+
+    @cached_property
+    def _literals(self) -> set[float]:
+        """The numbers among the arguments and sizes of the graph. Records its symbolic sizes."""
+        literals = set[float]()
+        for node in self.gm.graph.nodes:
+            example = node.meta.get("val")
+            arguments = _flatten([node.args, [*node.kwargs.values()]])
+            for number in (*arguments, example, *getattr(example, "shape", ())):
+                if isinstance(number, (int, float)):
+                    literals.add(abs(number))
+                elif isinstance(number, torch.SymInt):
+                    self.size(number)
+        return literals
+
+    def size_text(self, number: int) -> str:
+        """The size that was bound to ``number`` as text."""
+        try:
+            return str(self.unbound(number))
+        except LookupError:
+            return "?"
 
     def shape(self, sizes: Sequence[Any]) -> tuple[int, ...]:
         """The sizes as bound numbers."""

@@ -16,7 +16,7 @@ from torch.fx import Node
 from mla_fusion.fx.kinds import called
 from mla_fusion.fx.sizes import divides, known, same
 from mla_fusion.graph.form import MOVES, Value, order, strip, strip_reshapes
-from mla_fusion.graph.numbers import ONE
+from mla_fusion.graph.numbers import ONE, is_open
 from mla_fusion.graph.read import Graph
 from mla_fusion.machine import Machine
 from mla_fusion.meta import layout, limits
@@ -141,7 +141,7 @@ def place_rows(
         obstacles += _pair_obstacles(graph, kv, kr)
     slots, tokens = kv.slots.shape[0], proposal.x.shape[0]
     if slots != tokens:
-        detail = f"{graph.unbound(slots)} slots for tokens {[graph.unbound(tokens)]}"
+        detail = f"{graph.size_text(slots)} slots for tokens [{graph.size_text(tokens)}]"
         obstacles.append(Obstacle("cache.slots_count", detail))
     trusted_leaves = trusted_inputs(kv.slots)
     if trusted_leaves is None:
@@ -269,8 +269,8 @@ def _missing_write_obstacle(graph: Graph, rewrites: Rewrites, name: str, rows: V
         if value.op != "dot" and caches and any(map(is_new_rows, value.sources)):
             call = f"{node.name} ({called(node)})"
             width = value.shape[-1]
-            if not isinstance(graph.unbound(width), int):
-                message = f"{call} writes to a cache that is {graph.unbound(width)} wide"
+            if is_open(width):
+                message = f"{call} writes to a cache that is {graph.size_text(width)} wide"
                 return Obstacle("cache.width", message)
             message = f"{call} is no write of whole rows of {name} by one number for each token"
             return Obstacle("cache.writer", message)

@@ -15,7 +15,7 @@ from torch.fx import Node
 from mla_fusion.compat import OpOverload
 from mla_fusion.fx.kinds import signature
 from mla_fusion.graph.departure import Departure
-from mla_fusion.graph.form import Value, filled_with, strip_reshapes
+from mla_fusion.graph.form import Value, filled_with, order, strip_reshapes
 from mla_fusion.graph.read import Graph, values_of, written_arguments
 from mla_fusion.propose.rewrites import Rewrites
 
@@ -116,6 +116,20 @@ def _is_result(rewrite: Value) -> bool:
     return strip_reshapes(rewrite).op in ("leaf", "write")
 
 
+def _has_known_sizes(graph: Graph, rewrite: Value) -> bool:
+    """Returns True if the graph says every size that it takes to lower the Value."""
+    if not graph.sizes:
+        return True
+    try:
+        for value in order([rewrite], is_followed=lambda value: value.op != "write"):
+            start = value.literal[1:2] if value.op == "slice" else ()
+            for number in (*value.shape, *start):
+                graph.unbound(number)
+    except LookupError:
+        return False
+    return True
+
+
 def _kept_with(graph: Graph, node: Node) -> list[Node]:
     """Returns the nodes that must stay if this node stays.
 
@@ -180,6 +194,8 @@ def partition_nodes(
             if isinstance(reading, Value):
                 is_rebuilt = is_input_free(reading) and node.all_input_nodes
                 rewrite = reading if is_rebuilt else rewrites.of(reading)
+                if rewrite is not None and not _has_known_sizes(graph, rewrite):
+                    rewrite = None
                 if rewrite is not None and is_stale:
                     raise _late_write_departure(graph, node, reader)
                 is_inner = reading in inner_products

@@ -308,7 +308,7 @@ class Planner:
         except Departure as reason:
             if not isinstance(plan.caches, InPlace) or self.config.staging == "never":
                 raise
-            code = reason.code.partition(":")[2]
+            code = reason.code.rpartition(":")[2]
             message = f"the kernel refuses the caches ({code}): {reason.detail}"
             try:
                 plan = self._stage(plan, claims, Obstacle("cache.refused", message))

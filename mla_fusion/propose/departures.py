@@ -189,10 +189,7 @@ class _NearMisses:
 
     def _describe_dim(self, size: object) -> str:
         """Returns a size as text; a symbol by its name."""
-        try:
-            return str(self.graph.unbound(size) if isinstance(size, int) else size)
-        except LookupError:
-            return "?"
+        return self.graph.size_text(size) if isinstance(size, int) else str(size)
 
     # -- the path between products
 

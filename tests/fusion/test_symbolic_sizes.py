@@ -121,6 +121,28 @@ def compare(model: nn.Module, calls: list[Call], fused: int, dynamic: bool | Non
     assert len(report.fused) == fused and not report.rejected, str(report)
 
 
+class Windows(Base):
+    """Reads windows of the caches, with the new rows, as wholes. No size is that of their rests."""
+
+    def forward(self, *args: Tensor) -> Any:
+        results = super().forward(*args)
+        return *results, *(window.float().mean(0) for window in self.windows)
+
+    def write(
+        self, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor
+    ) -> None:
+        self.windows = []
+        for cache, new in ((kv_cache, c_kv), (kr_cache, k_pe)):
+            flat, end = cache.view(-1, new.shape[-1]), 5 + new.shape[0]
+            window = torch.slice_scatter(flat[: cache.shape[0] * 8], new, 0, 5, end)
+            flat[slots] = window[5:end]
+            self.windows.append(window)
+
+
+def test_rows_behind_a_symbolic_end() -> None:
+    compare(Windows(), [base.paged_args(), base.paged_args(12)], 1, dynamic=True)
+
+
 @pytest.mark.parametrize("name", one_in(3, DYNAMIC))
 def test_dynamic_numbers(name: str) -> None:
     run, calls, fused = DYNAMIC[name]

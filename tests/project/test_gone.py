@@ -39,9 +39,3 @@ def test_the_variable() -> None:
     code = "import os; os.environ['MLA_FUSION_GRAPHS'] = 'out'; import mla_fusion"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert f"MLA_FUSION_GRAPHS is gone: {GONE['MLA_FUSION_GRAPHS']}" in done.stderr
-
-
-def test_names_of_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(GONE, "mf.fusion", "write mf.fuse")
-    with pytest.raises(AttributeError, match=r"^mf\.fusion is gone: write mf\.fuse$"):
-        _ = mf.fusion
