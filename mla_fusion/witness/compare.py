@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import cycle
+from itertools import chain, cycle
 from typing import Any
 
 import torch
@@ -184,16 +184,17 @@ class _Witness:
 
     def run(self, binding: Binding) -> Outcome:
         """Compares at a few tokens. If their number is symbolic, compares at many tokens too."""
-        try:
-            self._run_at(binding)
-        except Unrunnable as error:
-            raise Mismatch(str(error)) from error
-        for larger in sizes.larger_bindings(binding, self._x, self._nodes, self._largest_literal):
+        failures = list[Unrunnable]()
+        larger = sizes.larger_bindings(binding, self._x, self._nodes, self._largest_literal)
+        for candidate in chain([binding], larger):
             try:
-                self._run_at(larger)
-                break
-            except Unrunnable:  # the model does not take so many tokens
-                continue
+                self._run_at(candidate)
+                if candidate is not binding:
+                    break
+            except Unrunnable as error:  # the model does not take so few tokens, or so many
+                failures.append(error)
+        if not self._tokens:
+            raise Mismatch(str(failures[0])) from failures[0]
         left_out = dict.fromkeys(pair.part for pair in self._pairs if pair not in self._figures)
         return Outcome(
             "verified" + (f" except {', '.join(left_out)}" if left_out else ""),

@@ -69,6 +69,11 @@ def first_rotations_scaled(m: Calls, n: int, *args: Tensor) -> Any:
     return query, torch.slice_scatter(rotated, rotated[:n] * 3, 0, 0, n)
 
 
+def one_row_of_a_table(m: Calls, n: int, x: Tensor, cos: Tensor, *args: Tensor) -> Any:
+    """At the few tokens that verification draws first, there may be no row n."""
+    return m.prologue(x, torch.select_scatter(cos, cos[0], 0, n), *args)
+
+
 def tables_of_40(call: Call) -> Call:
     n, x, _, _, *rest = call
     return n, x, *base.tables(40), *rest
@@ -103,6 +108,11 @@ DYNAMIC: dict[str, tuple[Callable[..., Any], list[Call], int]] = {
     "rows of a short table": (
         from_a_start,
         [tables_of_40((3, *base.paged_args())), tables_of_40((9, *base.paged_args(12)))],
+        1,
+    ),
+    "one row of a table": (
+        one_row_of_a_table,
+        [(3, *base.paged_args()), (2, *base.paged_args(12))],
         1,
     ),
 }
