@@ -22,7 +22,7 @@ import torch
 from torch.fx import Graph as FxGraph
 from torch.fx import GraphModule, Node
 
-from mla_fusion.compat import OpOverload, guarded_equal, schema_of
+from mla_fusion.compat import Mod, OpOverload, guarded_equal, schema_of
 from mla_fusion.fx import registered
 from mla_fusion.fx.kinds import attribute, is_literal, signature
 from mla_fusion.fx.sizes import Binding, has_symbols
@@ -38,6 +38,7 @@ __all__ = ["Graph", "Reading", "arithmetic", "fused", "moves", "quantise"]
 Reading = Any  # a Value, a Pair, a list of these, a number, or None
 # halves, quarters and differences of these have large prime factors, too
 _FIRST_PRIMES = (10007, 11083, 12517, 15629, 19427, 21881, 26513, 34261, 38119, 43987)
+_MOST_BOUND = 1 << 18  # symbols with greater numbers are not bound anew
 _MOST_FOLDED = 1 << 16  # most elements of a tensor of literals that is computed while reading
 _PLACE_ARGUMENTS = ("shifts", "index", "offset", "diagonal")
 # places of arguments that an operator writes against its schema: the result that holds the same
@@ -105,11 +106,19 @@ class Graph:
         self._aliases: dict[Node, list[Node]] = {}
 
     def _has_read(self) -> bool:
-        """Reads every node. Returns False if two sizes turned out to be equal: read again."""
+        """Reads every node. Returns False if a symbol needs another number: read again.
+
+        Two sizes turned out to be equal, or the number of a symbolic size looks like a literal.
+        """
         self._clear()
         try:
             for node in self.gm.graph.nodes:
                 self._read(node)
+            for number, size in self.sizes.items():
+                expression = expression_of(size)
+                numbers = [self.symbols.get(str(symbol), 0) for symbol in expression.free_symbols]
+                if not is_open(number) and not expression.has(Mod) and max(numbers) < _MOST_BOUND:
+                    raise EqualSizes(max(numbers), _prime_after(2 * max(numbers)))
         except EqualSizes as equal:
             old, new = equal.args
             self.symbols = {
@@ -880,6 +889,11 @@ def _prime(count: int) -> int:
     """The prime for the symbol that follows ``count`` others."""
     if count < len(_FIRST_PRIMES):
         return _FIRST_PRIMES[count]
+    return _prime_after(_FIRST_PRIMES[-1], count - len(_FIRST_PRIMES) + 1)
+
+
+def _prime_after(number: int, place: int = 1) -> int:
+    """The prime at a place after a number."""
     from sympy import nextprime
 
-    return int(nextprime(_FIRST_PRIMES[-1], count - len(_FIRST_PRIMES) + 1))
+    return int(nextprime(number, place))
