@@ -83,4 +83,4 @@ def close(found: Tensor, wanted: Tensor) -> None:
 
 def rows(layer: Any) -> list[Tensor]:
     """The tokens that a layer of MlaPagedCache holds: copies ``[B, 1, length, width]``."""
-    return [layer.read(pool)[:, :, : layer.held()].clone() for _, pool in layer.pools()]
+    return [layer.read(pool)[:, :, : layer.token_count()].clone() for _, pool in layer.pools()]

@@ -28,12 +28,14 @@ for _name in ("DynamicIndexedLayer", "StaticIndexedLayer"):  # of newer releases
         _KINDS[getattr(cache_utils, _name)] = PagedIndexedLayer
 
 
-def _cropped(held: int, tokens: int) -> int:
-    """How many tokens the installed release leaves of ``held``: asked of its own layer, for what a
-    positive number and zero mean has changed. Raises its ValueError for a number that it does not
-    take."""
+def _cropped(count: int, tokens: int) -> int:
+    """Returns how many of ``count`` tokens the installed release leaves.
+
+    Its own layer is asked, because the meaning of positive numbers and zero has changed. Raises its
+    ValueError for a number that it does not take.
+    """
     layer: Any = DynamicLayer()
-    layer.keys = layer.values = torch.empty(1, 1, held, 1, dtype=torch.float32)
+    layer.keys = layer.values = torch.empty(1, 1, count, 1, dtype=torch.float32)
     layer.is_initialized = True
     layer.crop(tokens)
     return int(layer.keys.shape[-2])
@@ -65,21 +67,21 @@ class MlaPagedCache(Cache):
                 "cache.kind", f"{type(text).__name__} has no kv_lora_rank: no latents to cache"
             )
         self.table = PageTable(block_size, max_cache_len)
-        usual: Cache
+        base: Cache
         if max_cache_len is None:
-            usual = DynamicCache(config=text)
+            base = DynamicCache(config=text)
         else:
-            usual = StaticCache(config=text, max_cache_len=max_cache_len)
+            base = StaticCache(config=text, max_cache_len=max_cache_len)
         paged = [
             index
-            for index, layer in enumerate(usual.layers)
+            for index, layer in enumerate(base.layers)
             if type(layer) in _KINDS and (summary is None or summary.converts(index))
         ]
         widths = text.kv_lora_rank, text.qk_rope_head_dim
         for index in paged:
-            kind = _KINDS[type(usual.layers[index])]
-            usual.layers[index] = kind(index, self.table, widths, last=index == paged[-1])
-        super().__init__(layers=usual.layers)
+            kind = _KINDS[type(base.layers[index])]
+            base.layers[index] = kind(index, self.table, widths, last=index == paged[-1])
+        super().__init__(layers=base.layers)
 
     @property
     def paged_layers(self) -> list[PagedLatentLayer]:
@@ -97,7 +99,7 @@ class MlaPagedCache(Cache):
     @property
     def max_cache_len(self) -> int:
         """As of a StaticCache; -1 where the cache grows."""
-        return self.table.most
+        return self.table.max_tokens
 
     def get_max_length(self, layer_idx: int | None = 0) -> int:
         """As ``max_cache_len``; the name that newer releases have for it, in all of them."""
@@ -105,7 +107,7 @@ class MlaPagedCache(Cache):
 
     @property
     def batch_size(self) -> int:
-        """Sequences held, -1 before the first token; likewise in all releases."""
+        """The number of sequences, -1 before the first token, in all releases."""
         return self.paged_layers[0].batch_size
 
     @property
@@ -117,7 +119,7 @@ class MlaPagedCache(Cache):
         return (pool for layer in self.paged_layers for _, pool in layer.pools())
 
     def tensors(self) -> list[Tensor]:
-        """Everything that a step reads or writes: slots, length and pools."""
+        """Returns what a step reads or writes: slots, length and pools."""
         table = self.table.slots, self.table.length
         return [item for item in (*table, *self._pools()) if isinstance(item, Tensor)]
 
@@ -126,15 +128,16 @@ class MlaPagedCache(Cache):
         super().reset()
 
     def crop(self, tokens: int) -> None:
-        """Remove the newest tokens: ``-tokens`` of them or, where the installed ``transformers``
-        takes positive numbers, all but the first ``tokens``."""
+        """Removes the newest tokens: ``-tokens`` of them. If the installed ``transformers`` takes
+        positive numbers, those leave the first ``tokens``.
+        """
         started = [layer for layer in self.paged_layers if layer.is_initialized]
-        held = started[0].held() if started else 0
-        left = _cropped(held, tokens)
-        if self.table.static and left < held:
-            self.table.length.fill_(left)
+        old_count = started[0].token_count() if started else 0
+        new_count = _cropped(old_count, tokens)
+        if self.table.is_static and new_count < old_count:
+            self.table.length.fill_(new_count)
         for layer in started:
-            layer.length = left
+            layer.length = new_count
         others: list[Any] = [x for x in self.layers if not isinstance(x, PagedLatentLayer)]
-        for other in others:
-            other.crop(tokens)
+        for layer in others:
+            layer.crop(tokens)

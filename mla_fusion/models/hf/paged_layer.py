@@ -1,5 +1,5 @@
-"""Which pages hold which tokens, and the pages of one layer: latents and rotated keys, and an
-indexer's keys where the attention has one (DSA).
+"""Says which pages hold which tokens, and holds the pages of one layer: latents and rotated keys,
+and an indexer's keys if the attention has one (DSA).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from mla_fusion.models.refusal import OptimizeError
 
 
 class PageTable:
-    """Which block holds which tokens of which sequence; shared by the layers of a cache.
+    """Says which block holds which tokens of which sequence. The layers of a cache share it.
 
     The blocks of a sequence lie side by side; ``slots`` ``[B, max_len]`` are its rows. The length
     is a number where the cache grows and a tensor where its size is fixed, so that a compiled step
@@ -33,10 +33,10 @@ class PageTable:
             raise ValueError(f"max_cache_len must be positive, got {max_len}")
         self.block_size = block_size
         self.max_len = max_len
-        self.forget()
+        self.clear()
 
-    def forget(self) -> None:
-        """As if no token had ever come."""
+    def clear(self) -> None:
+        """Drops all tokens."""
         self.batch = 0
         self.blocks = 0
         self.slots: Tensor | None = None
@@ -45,11 +45,13 @@ class PageTable:
         self.step_slots: Tensor | None = None
 
     def rewind(self) -> None:
-        """Length zero; where the size is fixed, the tensors that a compiled graph knows stay."""
-        if self.static and self.slots is not None:
+        """Sets the length to zero. If the size is fixed, the tensors that a compiled graph knows
+        stay.
+        """
+        if self.is_static and self.slots is not None:
             self.length.zero_()
         else:
-            self.forget()
+            self.clear()
 
     @property
     def tables(self) -> Tensor | None:
@@ -60,25 +62,25 @@ class PageTable:
         return blocks.view(self.batch, self.blocks)
 
     @property
-    def static(self) -> bool:
+    def is_static(self) -> bool:
         return self.max_len is not None
 
     @property
-    def most(self) -> int:
-        """Tokens that a sequence may have; -1 where the cache grows."""
+    def max_tokens(self) -> int:
+        """The most tokens of a sequence; -1 if the cache grows."""
         return self.max_len or -1
 
     def allot(self, batch: int, device: torch.device) -> None:
-        """Give ``batch`` sequences their blocks; a fixed size is taken at once, otherwise a first
-        block.
-        """
+        """Gives ``batch`` sequences their blocks: all of a fixed size, or a first block."""
         blocks = -(-(self.max_len or 1) // self.block_size)
-        if self.static:
+        if self.is_static:
             self.length = torch.zeros((), dtype=torch.int64, device=device)
         self.lay_out(batch, blocks, device)
 
     def grow(self, tokens: int) -> None:
-        """Room for ``tokens`` tokens a sequence, by halves; pools must follow."""
+        """Adds blocks for ``tokens`` tokens a sequence, half as many again at least. Pools must
+        follow.
+        """
         assert self.slots is not None
         wanted = -(-tokens // self.block_size)
         if wanted > self.blocks:
@@ -86,19 +88,20 @@ class PageTable:
             self.lay_out(self.batch, blocks, self.slots.device)
 
     def lay_out(self, batch: int, blocks: int, device: torch.device) -> None:
+        """Numbers the slots of ``batch`` sequences with ``blocks`` blocks each."""
         self.batch, self.blocks = batch, blocks
         row = blocks * self.block_size
         slots = torch.arange(batch * row, device=device).view(batch, row)
         # One column a token and no more: a compiled step that runs over the end fails on the index.
         self.slots = slots[:, : self.max_len].contiguous()
-        if self.static and not torch.compiler.is_compiling():
+        if self.is_static and not torch.compiler.is_compiling():
             for tensor in (self.slots, self.length):
                 mark_static_address(tensor)
 
     def advance(self, layer: int, tokens: int, start: int) -> Tensor:
         """Slots ``[B * tokens]`` of the new tokens of one layer, sequence by sequence."""
         assert self.slots is not None
-        if not self.static:
+        if not self.is_static:
             return self.slots[:, start : start + tokens].reshape(-1)
         if self.leader < 0:
             self.leader = layer
@@ -113,11 +116,11 @@ class PageTable:
     def _check_room(self, tokens: int) -> None:
         if torch.compiler.is_compiling() or self.max_len is None:
             return
-        held = int(self.length)
-        if held + tokens > self.max_len:
+        count = int(self.length)
+        if count + tokens > self.max_len:
             raise OptimizeError(
                 "cache.full",
-                f"the cache holds {held} of {self.max_len} tokens a sequence; "
+                f"the cache holds {count} of {self.max_len} tokens a sequence; "
                 f"{tokens} more do not fit",
             )
 
@@ -142,7 +145,7 @@ class PagedLatentLayer(CacheLayerMixin):
 
     @property
     def is_compileable(self) -> bool:  # type: ignore[override]
-        return self.table.static
+        return self.table.is_static
 
     @property
     def batch_size(self) -> int:
@@ -151,7 +154,7 @@ class PagedLatentLayer(CacheLayerMixin):
     max_batch_size = batch_size  # its older name
 
     def pools(self) -> Iterator[tuple[str, Tensor]]:
-        """Those that there are: ``[BlockNum, BlockSize, 1, width]`` each."""
+        """Yields the pools that exist, with their names: ``[BlockNum, BlockSize, 1, width]``."""
         for name in self.names:
             pool = getattr(self, name)
             if pool is not None:
@@ -160,7 +163,7 @@ class PagedLatentLayer(CacheLayerMixin):
     def _pool(self, states: Tensor, width: int) -> Tensor:
         table = self.table
         pool = states.new_zeros(table.batch * table.blocks, table.block_size, 1, width)
-        if table.static and not torch.compiler.is_compiling():
+        if table.is_static and not torch.compiler.is_compiling():
             mark_static_address(pool)
         return pool
 
@@ -173,7 +176,7 @@ class PagedLatentLayer(CacheLayerMixin):
             rows[slots] = states
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor | None = None) -> None:
-        """Take pools for latents ``[B, 1, *, R]`` and rotated keys ``[B, 1, *, Dr]``; ahead of
+        """Makes pools for latents ``[B, 1, *, R]`` and rotated keys ``[B, 1, *, Dr]``; ahead of
         time, older releases give one tensor for both."""
         value_states = key_states if value_states is None else value_states
         if key_states.shape[1] != 1 or value_states.shape[1] != 1:
@@ -198,22 +201,22 @@ class PagedLatentLayer(CacheLayerMixin):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Write ``[B, 1, S, R]`` and ``[B, 1, S, Dr]`` into the pages; all tokens of this layer, in
-        the same form.
+        """Writes ``[B, 1, S, R]`` and ``[B, 1, S, Dr]`` into the pages. Returns all tokens of this
+        layer, in the same form.
         """
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         assert self.keys is not None and self.values is not None
         tokens = key_states.shape[-2]
         self._check_batch(key_states)
-        if not self.table.static:
+        if not self.table.is_static:
             self._grow(self.length + tokens)
         slots = self._slots(tokens)
         self._write(self.keys, slots, key_states)
         self._write(self.values, slots, value_states)
         if self.last:
             self.table.step_slots = None
-        if not self.table.static:
+        if not self.table.is_static:
             self.length += tokens
         return self.read(self.keys), self.read(self.values)
 
@@ -230,27 +233,28 @@ class PagedLatentLayer(CacheLayerMixin):
         return self.table.advance(self.index, tokens, self.length)
 
     def read(self, pool: Tensor) -> Tensor:
-        """``[B, 1, L, width]``, a view."""
+        """Returns the tokens of a pool: ``[B, 1, L, width]``, a view."""
         rows = pool.view(self.table.batch, -1, pool.shape[-1])
         return rows[:, : self.table.max_len or self.length].unsqueeze(1)
 
     def _grow(self, tokens: int) -> None:
-        """Room for ``tokens`` tokens in the table and in this layer's pools."""
+        """Makes room for ``tokens`` tokens in the table and in this layer's pools."""
         table = self.table
         table.grow(tokens)
         for name, pool in list(self.pools()):
-            homes = pool.view(table.batch, -1, *pool.shape[1:])
-            more = table.blocks - homes.shape[1]
-            if more:
-                room = pool.new_zeros(table.batch, more, *pool.shape[1:])
-                setattr(self, name, torch.cat((homes, room), dim=1).flatten(0, 1))
+            blocks_by_sequence = pool.view(table.batch, -1, *pool.shape[1:])
+            new_count = table.blocks - blocks_by_sequence.shape[1]
+            if new_count:
+                new_blocks = pool.new_zeros(table.batch, new_count, *pool.shape[1:])
+                joined = torch.cat((blocks_by_sequence, new_blocks), dim=1)
+                setattr(self, name, joined.flatten(0, 1))
 
-    def held(self) -> int:
-        """Tokens of a sequence, as a number."""
+    def token_count(self) -> int:
+        """Returns the number of tokens of a sequence as an int."""
         return int(self.get_seq_length())
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Sequence i goes on as sequence ``beam_idx[i]`` was."""
+        """Continues sequence ``beam_idx[i]`` as sequence i."""
         self.batch_select_indices(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
@@ -259,79 +263,83 @@ class PagedLatentLayer(CacheLayerMixin):
             self.batch_select_indices(torch.arange(batch).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep these sequences, by number or by a boolean for each; pools stay in place where their
-        number does, for graphs that know them.
+        """Keeps these sequences, by number or by a boolean for each. Pools stay in place if the
+        number of sequences stays, for graphs that know them.
         """
         table = self.table
         for name, pool in list(self.pools()):
-            homes = pool.view(-1, table.blocks, *pool.shape[1:])
-            used = -(-self.held() // table.block_size)
-            chosen = homes[indices.to(pool.device), :used]
-            if len(chosen) == len(homes):
-                homes[:, :used] = chosen
+            blocks_by_sequence = pool.view(-1, table.blocks, *pool.shape[1:])
+            used = -(-self.token_count() // table.block_size)
+            chosen = blocks_by_sequence[indices.to(pool.device), :used]
+            if len(chosen) == len(blocks_by_sequence):
+                blocks_by_sequence[:, :used] = chosen
                 continue
             table.lay_out(len(chosen), table.blocks, pool.device)
-            kept = pool.new_zeros(len(chosen), *homes.shape[1:])
-            kept[:, :used] = chosen
-            setattr(self, name, kept.flatten(0, 1))
+            new_pool = pool.new_zeros(len(chosen), *blocks_by_sequence.shape[1:])
+            new_pool[:, :used] = chosen
+            setattr(self, name, new_pool.flatten(0, 1))
 
     def get_seq_length(self) -> Any:
         if not self.is_initialized:
             return 0
-        return self.table.length if self.table.static else self.length
+        return self.table.length if self.table.is_static else self.length
 
     def get_max_length(self) -> int:
-        return self.table.most
+        return self.table.max_tokens
 
     get_max_cache_shape = get_max_length  # its older name
     max_cache_len = property(get_max_length)
 
     def get_mask_sizes(self, query: int | Tensor) -> tuple[int, int]:
-        """``query`` is the number of new tokens, or in older releases their positions."""
-        new = query.shape[0] if isinstance(query, Tensor) else query
-        length = self.table.max_len or self.length + new
-        return length, 0
+        """Returns the length and the offset of a mask.
+
+        query  the number of new tokens; in older releases their positions
+        """
+        new_count = query.shape[0] if isinstance(query, Tensor) else query
+        return self.table.max_len or self.length + new_count, 0
 
     def reset(self) -> None:
-        """Zeros where the size is fixed, otherwise no pages; the table is the cache's to rewind."""
-        if self.table.static:
+        """Sets pages of a fixed size to zero, and drops others. The cache rewinds the table."""
+        if self.table.is_static:
             for _, pool in self.pools():
                 pool.zero_()
             self.length = 0
         else:
-            self.forget()
+            self.clear()
 
-    def forget(self) -> None:
-        """As if no token had ever come."""
+    def clear(self) -> None:
+        """Drops all tokens."""
         for name in self.names:
             setattr(self, name, None)
         self.is_initialized, self.length = False, 0
 
 
 class PagedIndexedLayer(PagedLatentLayer):
-    """With the keys by which an indexer picks tokens, in pages of their own: ``[BlockNum,
+    """Also holds the keys by which an indexer picks tokens, in pages of their own: ``[BlockNum,
     BlockSize, 1, width]``.
     """
 
     names = ("keys", "values", "indexer_keys")
     indexer_keys: Tensor | None = None
-    _new: Tensor | None = None  # slots of the step, between its latents and its indexer's keys
+    _step_slots: Tensor | None = (
+        None  # slots of the step, between its latents and its indexer's keys
+    )
 
     def _slots(self, tokens: int) -> Tensor:
-        self._new = super()._slots(tokens)
-        return self._new
+        self._step_slots = super()._slots(tokens)
+        return self._step_slots
 
     def update_indexer(self, states: Tensor) -> Tensor:
-        """Write ``[B, S, width]`` of the tokens whose latents came last; all of this layer, ``[B,
-        L, width]``.
+        """Writes ``[B, S, width]`` of the tokens whose latents came last. Returns all tokens of
+        this layer, ``[B, L, width]``.
         """
-        if self._new is None:
+        if self._step_slots is None:
             raise OptimizeError(
                 "cache.kind", f"layer {self.index} is given an indexer's keys before their latents"
             )
         self._check_batch(states)
         if self.indexer_keys is None:
             self.indexer_keys = self._pool(states, states.shape[-1])
-        self._write(self.indexer_keys, self._new, states)
-        self._new = None
+        self._write(self.indexer_keys, self._step_slots, states)
+        self._step_slots = None
         return self.read(self.indexer_keys).squeeze(1)
