@@ -99,6 +99,7 @@ def test_an_import_that_fails_is_a_problem_and_no_traceback(tmp_path: Path) -> N
     }
 
 
+@pytest.mark.exhaustive
 def test_an_import_that_ends_the_process_is_a_problem(tmp_path: Path) -> None:
     ends = "import os, sys\nprint('  what():  Duplicated key', file=sys.stderr)\nos.abort()\n"
     install(tmp_path, torch.__version__, ends, COMPILES)

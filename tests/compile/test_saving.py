@@ -96,6 +96,7 @@ def test_ahead_of_time_compilation_says_what_to_use(backend: object) -> None:
 @pytest.mark.skipif(
     not hasattr(compiled("eager"), "aot_compile"), reason="this torch has no aot_compile"
 )
+@pytest.mark.exhaustive
 def test_what_it_says_to_use_is_saved_and_loaded(tmp_path: Path) -> None:
     model, args = prologues.Neox(), select("whole")[0].args()
     options = {"post_grad_custom_pre_pass": mf.torchair_pass()}

@@ -102,6 +102,7 @@ def test_tokens_blocks_and_block_size_of_one_symbol() -> None:
         _run_beside(model, compiled, _args(size, size, size))
 
 
+@pytest.mark.exhaustive
 def test_the_kernel_of_an_older_release_takes_two_block_sizes() -> None:
     model = _model()
     config = mf.Config(cann="8.2", soc="A3")

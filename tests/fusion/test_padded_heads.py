@@ -76,7 +76,7 @@ def test_more_heads_than_the_kernel_has_are_refused() -> None:
     assert rejection.code.startswith("contract:")
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("dynamic", [pytest.param(False, marks=pytest.mark.exhaustive), True])
 def test_compiled(dynamic: bool) -> None:
     torch.manual_seed(0)
     module, given = prologues.PagedRotateHalf(12), base.paged_args()

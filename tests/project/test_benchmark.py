@@ -39,6 +39,7 @@ def test_one_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert set(row["seconds"]) >= {"fuse", "explain", "Inductor", "SubgraphMatcher"}
 
 
+@pytest.mark.exhaustive
 def test_boundary_of_one_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = measured(
         monkeypatch, tmp_path / "step.json", "step_cost.py", "--layers", "1", "--turns", "3"

@@ -159,6 +159,7 @@ assert V3.ge_attributes["fast_mode"] == "Int" and V3.defaults["fast_mode"] == 0
 """
 
 
+@pytest.mark.exhaustive
 def test_an_argument_of_the_operator(scratch: Scratch) -> None:
     section = "A version of the operator"
     before = "float kc_scale=1.0, "
