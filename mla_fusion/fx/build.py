@@ -29,7 +29,7 @@ from mla_fusion.compat import (
     without_fake_mode,
 )
 from mla_fusion.fx.kinds import attribute, dtype_of, shape_of, signature, value_of
-from mla_fusion.fx.sizes import expression, is_symbolic, same, same_shape, sizes_of
+from mla_fusion.fx.sizes import expression, is_symbolic, known, same, same_shape, sizes_of
 from mla_fusion.fx.vector_numbers import Exact
 from mla_fusion.fx.workplace import created
 
@@ -118,12 +118,11 @@ class Builder(ABC):
         """Returns a value in another shape."""
         if same_shape(self.shape(value), shape):
             return value
-        sizes = self.sizes(shape)
-        unknown = [place for place, size in enumerate(sizes) if type(size) is not int]
-        # -1 needs no node, which would have to be packed with the weight
-        if len(unknown) == 1 and -1 not in sizes:
+        sizes = list(map(known, shape))
+        unknown = [place for place, size in enumerate(sizes) if is_symbolic(size)]
+        if len(unknown) == 1:  # -1 needs no node, which would have to be packed with the weight
             sizes[unknown[0]] = -1
-        return self.call(aten.reshape.default, value, sizes)
+        return self.call(aten.reshape.default, value, self.sizes(sizes))
 
     def contiguous(self, value: Any) -> Any:
         """Returns a contiguous copy, in memory of its own."""
@@ -292,31 +291,21 @@ class GraphBuilder(Builder):
         return value.meta["val"].device.type
 
     def sizes(self, shape: Sequence[Any], of: Node | None = None) -> list[Any]:
-        """Returns each size as a number, or as a node that holds it or asks ``of`` for it.
-
-        A single size without a node is -1.
-        """
-        sizes = [self._held(size, of) for size in shape]
-        if sizes.count(None) > 1:  # in a graph of torch.export no step may have asked for them
-            return [
-                self._computed(expression(size)) if node is None else node
-                for node, size in zip(sizes, shape, strict=True)
-            ]
-        return [-1 if size is None else size for size in sizes]
+        return [self.size(size, of) for size in shape]
 
     def size(self, size: Any, of: Node | None = None) -> Any:
-        node = self._held(size, of)
-        return self._computed(expression(size)) if node is None else node
-
-    def _held(self, size: Any, of: Node | None) -> Any:
-        """Returns a size as a number or as a node; None if the graph has to compute it."""
+        """Returns a size as a number, or as a node that holds it, asks ``of`` for it or computes
+        it.
+        """
         number = expression(size)
         if not is_symbolic(size) or number.is_Integer:  # a guard may make a symbol a number
             return int(number)
         node = self._size_nodes.get(number)
         if node is not None and self._is_written:
             node = self.copies.get(node)
-        return node if node is not None and self._is_defined(node) else self._asked(of, size)
+        if node is None or not self._is_defined(node):
+            node = self._asked(of, size)
+        return self._computed(number) if node is None else node
 
     def _computed(self, number: Any) -> Any:
         """Returns a size, computed from sizes of inputs.

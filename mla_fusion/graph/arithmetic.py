@@ -268,7 +268,7 @@ def matrix_product(c: Call, x: Value, other: Value) -> Value:
     If no operand is active, one must be a weight and the other must depend on the graph's inputs.
     Otherwise the result is opaque: raises Departs.
     """
-    form, dtype = c.form, c._result_dtype()
+    form, dtype = c.form, c.dtype
     if not dtype.is_floating_point and dtype != torch.int32:
         raise Departs
     if x.active or other.active:

@@ -87,7 +87,8 @@ class Call:
 
     form     makes Values
     name     the operator's name, without ``aten::``
-    shape    the shape of the result; a list of shapes for several results
+    shape    the shape of the result; a list of shapes for several results, None for one that is no
+             tensor or that a listing leaves out
     dtype    the dtype of the result; a list of dtypes for several results
     """
 
@@ -133,7 +134,7 @@ class Call:
         function.
         """
         terms, form = list(terms), self.form
-        dtype = self._result_dtype()
+        dtype = self.dtype
         if any(value.active for _, value in terms):
             return form.total([(times, form.bare(value)) for times, value in terms], constant)
         if not dtype.is_floating_point:
@@ -157,7 +158,7 @@ class Call:
         function.
         """
         factors, form = list(factors), self.form
-        dtype = self._result_dtype()
+        dtype = self.dtype
         shape = broadcast(value.shape for value, _ in factors)
         if any(value.active for value, _ in factors):
             return form.product([(form.bare(value), power) for value, power in factors], times)
@@ -195,10 +196,6 @@ class Call:
             return value
         return self.form.function(f"{name} that overflows", (), value, dtype=dtype)
 
-    def _result_dtype(self) -> torch.dtype:
-        """The dtype of the result, or of the first of several results."""
-        return self.dtype if isinstance(self.dtype, torch.dtype) else self.dtype[0]
-
     def number_of(self, operand: Any) -> Number:
         """Returns the number of an operand that is a literal, or a Value filled with one number.
 
@@ -220,7 +217,7 @@ class Call:
         If an operand is active, the operands' rounding and the float dtype of the result are left
         out.
         """
-        dtype = self._result_dtype()
+        dtype = self.dtype
         if any(value.active for value in values):
             values = tuple(map(self.form.bare, values))
             if dtype.is_floating_point:
@@ -230,9 +227,12 @@ class Call:
     def opaque(self, literals: object, values: Sequence[Value]) -> Any:
         """An opaque Value of the operands; a list of them for several results."""
         if isinstance(self.shape, list):
+            results = enumerate(zip(self.shape, self.dtype, strict=True))
             return [
-                self.form.opaque(self.name, (literals, place), values, shape, dtype)
-                for place, (shape, dtype) in enumerate(zip(self.shape, self.dtype, strict=True))
+                None
+                if shape is None
+                else self.form.opaque(self.name, (literals, place), values, shape, dtype)
+                for place, (shape, dtype) in results
             ]
         return self.form.opaque(self.name, literals, values, self.shape, self.dtype)
 

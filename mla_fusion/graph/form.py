@@ -591,12 +591,9 @@ class Form:
         while value.op == "permute":
             order, value = tuple(value.literal[axis] for axis in order), value.sources[0]
         shape = tuple(value.shape[axis] for axis in order)
-        if order == tuple(range(len(order))):
-            result = value
-        elif [n for n in shape if n != 1] == [n for n in value.shape if n != 1] and [
-            axis for axis in order if value.shape[axis] != 1
-        ] == [axis for axis, n in enumerate(value.shape) if n != 1]:
-            result = self.reshape(value, shape)  # axes of size 1 alone change places
+        long_axes = [axis for axis in order if value.shape[axis] != 1]
+        if long_axes == sorted(long_axes):  # axes of size 1 alone change places
+            result = self.reshape(value, shape)
         elif filled_with(value) is not None:
             result = self.expand(value.sources[0], shape)
         elif _is_power(value):
@@ -796,8 +793,6 @@ class Form:
         shape = (*base.shape[:axis], *index.shape, *base.shape[axis + 1 :])
         if index.op == "constant" and len(index.shape) == 1:
             return self.take(base, axis, index.literal.tensor.tolist())
-        if index.op == "count":
-            return self.slice(base, axis, 0, index.shape[0])
         filled = filled_with(index)
         if filled is not None and len(index.shape) <= 1:
             place = int(filled.literal[1].ratio)

@@ -179,12 +179,9 @@ def _write_cache(c: Call, cache: Value, index: Value, rows: Value, mode: str) ->
         return form.opaque("cache", mode, [cache, index, rows], cache.shape, cache.dtype)
     width = rows.shape[-1]
     c.equate(cache.shape[-1], width)
-    flat = form.reshape(cache, (prod(cache.shape) // width, width))
-    total = prod(index.shape)
-    flat_result = form.write(
-        flat, form.reshape(index, (total,)), form.reshape(rows, (total, width)), PAGED[mode]
-    )
-    return form.reshape(flat_result, cache.shape)
+    flat, flat_rows = (form.reshape(value, (-1, width)) for value in (cache, rows))
+    result = form.write(flat, form.reshape(index, (-1,)), flat_rows, PAGED[mode])
+    return form.reshape(result, cache.shape)
 
 
 @operator("npu::npu_scatter_pa_kv_cache_functional")

@@ -142,7 +142,7 @@ def _layout_or_none(value: Value, layouts: Sequence[Layout | None]) -> Layout | 
     if op == "permute":
         return tuple(first[axis] for axis in literal)
     if op in ("sum", "product", "function", "expand", "cast"):
-        return _broadcast_layout(value, layouts)
+        return _broadcast_layout(value.shape, layouts)
     if op == "reduce":
         if not all(is_token_free(first[axis]) for axis in literal):
             return None
@@ -150,13 +150,9 @@ def _layout_or_none(value: Value, layouts: Sequence[Layout | None]) -> Layout | 
     if op == "slice":
         return _resized_axis(first, literal[0], value.shape[literal[0]])
     if op == "join":
-        for layout in layouts:
-            for at, axis in enumerate(layout or ()):
-                if (axis != first[at] and at != literal) or (
-                    at == literal and not is_token_free(axis)
-                ):
-                    return None
-        return _resized_axis(first, literal, value.shape[literal])
+        size = value.shape[literal]
+        joined = {_resized_axis(layout, literal, size) for layout in layouts if layout is not None}
+        return joined.pop() if len(joined) == 1 else None
     if op == "gather" and layouts[0] is not None and layouts[1] is None:
         if not is_token_free(first[literal]):
             return None
@@ -174,12 +170,12 @@ def _resized_axis(layout: Layout, axis: int, size: int) -> Layout | None:
     return (*layout[:axis], token_free_axis(size), *layout[axis + 1 :])
 
 
-def _broadcast_layout(value: Value, layouts: Sequence[Layout | None]) -> Layout | None:
+def _broadcast_layout(shape: Sequence[int], layouts: Sequence[Layout | None]) -> Layout | None:
     """The layout of an element-wise result; operands without tokens are broadcast.
 
     None if two operands count different tokens along one axis.
     """
-    axes = list(token_free_layout(value.shape))
+    axes = list(token_free_layout(shape))
     for layout in layouts:
         for at in range(1, len(layout or ()) + 1):
             axis = layout[-at]  # type: ignore[index]
@@ -197,20 +193,10 @@ def _product_layout(value: Value, layouts: Sequence[Layout | None]) -> Layout | 
         token_free_layout(source.shape) if layout is None else layout
         for layout, source in zip(layouts, value.sources, strict=True)
     )
-    if not is_token_free(left[-1]) or not is_token_free(right[-2]):
+    batch = _broadcast_layout(value.shape[:-2], (left[:-2], right[:-2]))
+    if batch is None or not is_token_free(left[-1]) or not is_token_free(right[-2]):
         return None
-    batch_axes = list[Axis]()
-    batch = right[:-2] if len(right) > 2 else (None,) * (len(left) - 2)
-    for axis, other_axis in zip(left[:-2], batch, strict=True):
-        if (
-            other_axis is not None
-            and not is_token_free(axis)
-            and not is_token_free(other_axis)
-            and axis != other_axis
-        ):
-            return None
-        batch_axes.append(axis if other_axis is None or not is_token_free(axis) else other_axis)
-    return (*batch_axes, left[-2], right[-1])
+    return (*batch, left[-2], right[-1])
 
 
 def source_layout(value: Value, place: int, layout: Layout) -> Layout | None:

@@ -73,8 +73,6 @@ def _(c: Call, x: Value, dim: int = 0, start: Any = None, end: Any = None, step:
 
 @operator("narrow", "narrow_copy")
 def _(c: Call, x: Value, dim: int, start: Any, length: int) -> Value:
-    if isinstance(start, Value):
-        raise Departs
     start += x.shape[dim] if start < 0 else 0
     return c.form.slice(x, dim, start, start + length)
 
@@ -167,12 +165,11 @@ def _(
     c: Call, end: Any = None, start: Any = 0, step: Any = 1, length: Any = None, **_: Any
 ) -> Value:
     first, stride = literal(start or 0), literal(1 if step is None else step)
-    if first.roots or stride.roots:
+    is_integer = first.ratio.denominator * stride.ratio.denominator == 1
+    if first.roots or stride.roots or not is_integer:
         raise Departs
     positions = c.form.count(*c.shape)
     inner = Call(c.form, "arange", c.shape, torch.int64)
-    if first.ratio.denominator * stride.ratio.denominator != 1:
-        raise Departs
     positions = inner.sum(
         [(stride.ratio, positions), (first.ratio, c.form.filled(1, c.shape, torch.int64))]
     )
@@ -218,14 +215,9 @@ def _(c: Call, x: Value, pad: Sequence[int], value: Any = 0, mode: str = "consta
         before, after = pad[place : place + 2]
         x = c.form.slice(x, axis, max(0, -before), x.shape[axis] - max(0, -after))
         fill = c.form.cast(c.value(value or 0), x.dtype)
-
-        def filled(size: int, x: Value = x, axis: int = axis, fill: Value = fill) -> Value:
-            shape = [size if at == axis else n for at, n in enumerate(x.shape)]
-            return c.form.expand(fill, shape)
-
-        parts = [filled(before)] if before > 0 else []
-        parts += [x, *([filled(after)] if after > 0 else [])]
-        x = c.form.join(parts, axis)
+        sizes = ((*x.shape[:axis], max(0, size), *x.shape[axis + 1 :]) for size in (before, after))
+        left, right = (c.form.expand(fill, shape) for shape in sizes)
+        x = c.form.join([left, x, right], axis)
     return x
 
 
@@ -378,7 +370,7 @@ def write_rows(c: Call, base: Value, axis: int, count: int, index: Value, rows: 
     return form.reshape(result, base.shape)
 
 
-@operator("index_put", "_unsafe_index_put", "index_put_")
+@operator("index_put", "_unsafe_index_put")
 def _(
     c: Call, x: Value, indices: Sequence[Value | None], values: Value, accumulate: bool = False
 ) -> Value:

@@ -240,7 +240,8 @@ def _(c: Call, x: Value, decimals: int = 0) -> Value:
 
 
 @operator("clamp", "clip", "clamp_min", "clamp_max")
-def _(c: Call, x: Value, min: Any = None, max: Any = None) -> Value:
+def clamp(c: Call, x: Value, min: Any = None, max: Any = None) -> Value:
+    """A Value clamped to bounds. A floor that no row comes near is left out."""
     limits = min, max
     if not x.active:
         return _clamp_inactive(c, x, *limits)
@@ -337,14 +338,9 @@ def _greater(c: Call, x: Any, other: Any) -> Value:
         return c.function(name, (), *sorted((first, second), key=lambda value: value.serial))
     form = c.form
     for value, limit_value in ((first, second), (second, first)):
-        filled = filled_with(limit_value)
-        if filled is None:
-            continue
-        limit = float(filled.literal[1])
-        if is_most and _is_floor(c.form, value, limit):
-            return form.expand(value, c.shape)
-        limits = (limit, inf) if is_most else (-inf, limit)
-        return form.expand(clamp_to(c, value, *limits), c.shape)
+        if filled_with(limit_value) is not None:
+            limits = (limit_value, None) if is_most else (None, limit_value)
+            return form.expand(clamp(c, value, *limits), c.shape)
     if is_most and first.shape == second.shape:
         row_sources = [_rows_of_maximum(value) for value in (first, second)]
         if None not in row_sources and form.negated(row_sources[0]) is row_sources[1]:  # type: ignore[arg-type]

@@ -445,14 +445,12 @@ class Graph:
         del arguments["x"]
         if scatter is not None:
             return self._scatter(scatter, viewed_value, src=value, **arguments)
-        if name in ("permute", "transpose", "t"):
+        if name in ("transpose", "t"):  # each undoes itself
             call = Call(self.form, name, viewed_value.shape, viewed_value.dtype)
-            rank = len(viewed_value.shape)
-            numbered_axes = self.form.leaf(
-                "order", tuple(range(2, rank + 2)), viewed_value.dtype, False
-            )
-            order = [size - 2 for size in RULES[name](call, numbered_axes, **arguments).shape]
-            return self.form.permute(value, [order.index(axis) for axis in range(rank)])
+            return RULES[name](call, value, **arguments)
+        if name == "permute":
+            order = [axis % len(value.shape) for axis in arguments["dims"]]
+            return self.form.permute(value, [order.index(axis) for axis in range(len(order))])
         is_whole = prod(value.shape) == prod(viewed_value.shape)
         return self.form.reshape(value, viewed_value.shape) if is_whole else None
 
@@ -516,17 +514,7 @@ class Graph:
         if reading is None:
             return self._make_opaque(node)
         try:
-            if not isinstance(reading, list) or len(reading) == len(call.shape):
-                return self._in_node_format(call, reading)
-            parts = meta_value if isinstance(meta_value, (list, tuple)) else []
-            places = [place for place, part in enumerate(parts) if part is not None]
-            for place, part in zip(
-                places,
-                self._in_node_format(call, [reading[place] for place in places]),
-                strict=True,
-            ):
-                reading[place] = part  # a listing has results that are read alone
-            return reading
+            return self._in_node_format(call, reading)
         except ValueError:  # of another size than the node has
             return self._make_opaque(node)
 
@@ -541,9 +529,11 @@ class Graph:
     def call(self, target: Any, meta_value: Any) -> Call:
         """The ``Call`` of an operator whose result is described by ``meta_value``."""
         if isinstance(meta_value, (list, tuple)):
-            tensors = [tensor for tensor in meta_value if isinstance(tensor, torch.Tensor)]
-            shape: Any = [self.shape(tensor.shape) for tensor in tensors]
-            dtype: Any = [tensor.dtype for tensor in tensors]
+            shape: Any = [
+                self.shape(part.shape) if isinstance(part, torch.Tensor) else None
+                for part in meta_value
+            ]
+            dtype: Any = [getattr(part, "dtype", None) for part in meta_value]
         elif isinstance(meta_value, torch.Tensor):
             shape, dtype = self.shape(meta_value.shape), meta_value.dtype
         else:
@@ -700,18 +690,16 @@ class Graph:
 
     def _in_node_format(self, call: Call, reading: Reading) -> Reading:
         """A result in the dtype and shape that the node has."""
-        if isinstance(reading, list):
-            if not isinstance(call.shape, list):
-                return reading
+        if isinstance(reading, list) and isinstance(call.shape, list):
             parts = zip(reading, call.shape, call.dtype, strict=True)
             return [self._in_format(part, shape, dtype) for part, shape, dtype in parts]
-        if isinstance(reading, Pair) or isinstance(call.shape, list):
-            return reading
         return self._in_format(reading, call.shape, call.dtype)
 
-    def _in_format(self, value: Reading, shape: tuple[int, ...], dtype: torch.dtype) -> Reading:
-        """A Value in a shape and dtype; other readings as they are."""
-        if not isinstance(value, Value):
+    def _in_format(self, value: Reading, shape: Any, dtype: Any) -> Reading:
+        """A Value in a shape and dtype; other readings, and results that nothing reads, as they
+        are.
+        """
+        if not isinstance(value, Value) or not isinstance(shape, tuple):
             return value
         if 0 in shape and value.op != "write":
             return self.form.filled(0, shape, dtype)
@@ -756,11 +744,7 @@ class Graph:
                 return self.form.expand(call.function(call.name, literals, *values), call.shape)
             except ValueError as error:
                 self._equate_sizes_of_error(error)
-        result = call.opaque(literals, values)
-        if not isinstance(meta_value, (list, tuple)):
-            return result
-        tensors = iter(result)
-        return [next(tensors) if isinstance(part, torch.Tensor) else None for part in meta_value]
+        return call.opaque(literals, values)
 
 
 def written_arguments(node: Node) -> Iterator[Node]:
@@ -859,7 +843,7 @@ def _call_of_parts(call: Call) -> Call | None:
     """The call for the real parts of complex tensors; None if the result is real."""
     is_single = isinstance(call.dtype, torch.dtype)
     dtypes = [call.dtype] if is_single else call.dtype
-    if not all(dtype.is_complex for dtype in dtypes):
+    if not all(dtype is None or dtype.is_complex for dtype in dtypes):
         return None
     real = torch.float32 if is_single else [torch.float32] * len(dtypes)
     return Call(call.form, call.name, call.shape, real)

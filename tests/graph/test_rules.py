@@ -32,7 +32,6 @@ from tests.graph.real import Real, is_known, is_known_alone, wide
 
 # rules of operators that no call above can be of
 ELSEWHERE = {
-    "index_put_": "the functional one answers for it",
     "scalar_tensor": "a literal is folded",
     "lift_fresh": "a trace has lift_fresh_copy",
     "npu::npu_linear": "torch_npu defines it",
