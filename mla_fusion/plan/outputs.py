@@ -70,6 +70,12 @@ def is_input_free(value: Value) -> bool:
     return filled_with(value) is not None or (value.op == "opaque" and not value.sources)
 
 
+def first_nodes(graph: Graph, values: Iterable[Value]) -> list[Node]:
+    """Returns the first node that holds each Value, in order."""
+    holders = map(graph.nodes_in_any_shape, values)
+    return sorted({nodes[0] for nodes in holders if nodes})
+
+
 def source_nodes(
     graph: Graph, values: Iterable[Value], rewrites: Rewrites | None = None
 ) -> list[Node]:
@@ -180,9 +186,9 @@ def partition_nodes(
         is_stale = (reader, node) in graph.stale
         # what an input held before it was written is read from the input
         is_memory = is_memory or (is_stale and graph.base(node).op != "call_function")
-        if node in parts.replaced and is_stale and not is_memory:
-            raise _late_write_departure(graph, node, reader)
         if node in parts.replaced and not is_memory:
+            if is_stale:
+                raise _late_write_departure(graph, node, reader)
             continue
         if is_size(node):
             parts.sizes.add(node)

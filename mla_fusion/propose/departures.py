@@ -587,7 +587,7 @@ class _NearMisses:
             is_after_rotation = any(
                 reading is not None and reading.kind == "turned" for reading in source_readings
             )
-            if is_wide and _has_root([step]) and is_first and not is_after_rotation:
+            if is_wide and has_root([step]) and is_first and not is_after_rotation:
                 return Reason("rope.normed_key", "%s is normed", (step,))
         return cause if cause is not None and cause.code else None
 
@@ -683,7 +683,7 @@ class _NearMisses:
         if heads * nope > sum(layer.shape[-1] for layer in ups):
             return
         layers = self.layers.get(self._origin(_rows(up)), [])
-        if self._is_cached(layers) and _has_root(self.steps_below(layers)):
+        if self._is_cached(layers) and has_root(self.steps_below(layers)):
             text = "%s, which %s multiplies head by head, projects %s"
             reason: Reason | None = Reason("q_lora.absent", text, (up, head, _rows(up)))
         else:
@@ -692,7 +692,7 @@ class _NearMisses:
             if not self._is_cached(layers) or any(map(self._is_residual, between)):
                 return
             reason = self._quantisation_reason((*downs, up), up)
-            if reason is None and (self.first_odd_step(downs, between) or not _has_root(between)):
+            if reason is None and (self.first_odd_step(downs, between) or not has_root(between)):
                 reason = self._path_reason(downs, between, up, None)
             reason = reason or self.first_odd_step(ups, steps)
             head_by_head = next((down for down in downs if not _is_flat(down)), None)
@@ -789,10 +789,10 @@ def _has_rotation(site: Site) -> bool:
 
 def _is_norm_path(steps: Sequence[Value]) -> bool:
     """Returns True if the steps have a norm and no attention."""
-    return _has_root(steps) and all(step.op != "dot" for step in steps)
+    return has_root(steps) and all(step.op != "dot" for step in steps)
 
 
-def _has_root(steps: Iterable[Value]) -> bool:
+def has_root(steps: Iterable[Value]) -> bool:
     """Returns True if one of the steps takes a square root."""
     powers = (power for step in steps if step.op == "product" for power in step.literal[0])
     return any(power.denominator == 2 for power in powers)
