@@ -159,12 +159,12 @@ class Planner:
 
         Each structure is proved once. Raises Departure if a required claim does not hold.
         """
-        key, values = (proposal.original or proposal).numbered
+        key, values = proposal.numbered
         if key not in self._proofs:
-            self._proofs[key] = values, self._prove(proposal.original or proposal)
+            self._proofs[key] = values, self._prove(proposal)
         proven_values, proof = self._proofs[key]
         if isinstance(proof, Departure):
-            by_proven_value = dict(zip(proven_values, proposal.numbered[1], strict=True))
+            by_proven_value = dict(zip(proven_values, values, strict=True))
             values_at_fault = [
                 by_proven_value[value] for value in proof.values if value in by_proven_value
             ]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -57,7 +57,6 @@ class Proposal:
     rotation         the order of elements before and after it; None if nothing is rotated
     identity_reason  why the target above does not take the prologue, for a call with W_uk = [I | 0]
     model_heads      the model's number of heads if the call has more, else 0
-    original         the proposal of another layer of which this is a copy, or None
     """
 
     x: Value
@@ -70,7 +69,6 @@ class Proposal:
     rotation: tuple[str, str] | None
     identity_reason: Departure | None = None
     model_heads: int = 0
-    original: Proposal | None = field(default=None, init=False)
 
     @property
     def activations(self) -> dict[Value, Layout]:
@@ -132,7 +130,7 @@ class Proposal:
             """Returns an argument of the other prologue."""
             return form.renamed(argument, substitutes) if isinstance(argument, Value) else argument
 
-        copy = Proposal(
+        return Proposal(
             new(self.x),
             {argument: new(argument_value) for argument, argument_value in self.arguments.items()},
             leaves,
@@ -146,8 +144,6 @@ class Proposal:
             self.rotation,
             self.identity_reason,
         )
-        copy.original = self
-        return copy
 
 
 def proposals(
