@@ -29,9 +29,8 @@ from mla_fusion.graph.departure import UNKNOWN, Departure
 from mla_fusion.graph.form import BYTES, MOVES, Value, filled_with, order, strip
 from mla_fusion.graph.layout import Layout, Mixed, layout_of, token_layout
 from mla_fusion.propose.norms import read_norm
-from mla_fusion.propose.prologue import ROPE
 from mla_fusion.propose.quantised import operand_format, split_blocks, unquantised_rows
-from mla_fusion.propose.rotations import rotated_pairs
+from mla_fusion.propose.rotations import ROPE, rotated_pairs
 from mla_fusion.propose.sites import POINT, Projections, Site
 
 _FAR = 300  # most steps between two products
@@ -561,12 +560,12 @@ class _NearMisses:
 
     def _absorb_reason(self, departure: Departure, down: Site, up: Site) -> Reason | None:
         """Returns why no part of the query is multiplied by W_uk, or None."""
-        direct_query = None if rotated_pairs(up, ROPE) else self._direct_query(down)
+        direct_query = None if rotated_pairs(up) else self._direct_query(down)
         return direct_query or self._odd_part(up)
 
     def _direct_query(self, down: Site) -> Reason | None:
         """Returns the reason if a query is made of x without latents, or None."""
-        for value, pairs in rotated_pairs(down, ROPE):
+        for value, pairs in rotated_pairs(down):
             if pairs.heads > 1:
                 text = "%s, with more heads than a key, is made of %s"
                 return Reason("q_lora.absent", text, (value, down.rows))
@@ -593,8 +592,8 @@ class _NearMisses:
 
     def _rotation_reason(self, departure: Departure, down: Site, up: Site) -> Reason | None:
         """Returns what stands in place of the rotation of query or key."""
-        queries = rotated_pairs(up, ROPE)
-        keys = [entry for entry in rotated_pairs(down, ROPE) if entry[1].heads == 1]
+        queries = rotated_pairs(up)
+        keys = [entry for entry in rotated_pairs(down) if entry[1].heads == 1]
         if queries and keys:
             (query, query_pairs), (key, key_pairs) = queries[0], keys[0]
             product = up.products[0]

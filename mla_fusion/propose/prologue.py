@@ -31,6 +31,7 @@ from mla_fusion.propose.quantised import (
     unquantised_rows,
 )
 from mla_fusion.propose.rotations import (
+    ROPE,
     Pairs,
     identity_pairs,
     read_pairs,
@@ -40,7 +41,7 @@ from mla_fusion.propose.rotations import (
 from mla_fusion.propose.sites import POINT, Projections, Reading, Site, from_rows, to_rows
 from mla_fusion.targets import prolog
 
-ROPE, LATENT = 64, 512  # widths that the operator has
+LATENT = 512  # the width of latents that the operator has
 
 
 @dataclass
@@ -316,7 +317,8 @@ class _Joiner:
             detail = f"{heads} heads are multiplied with W_uk, {query.pairs.heads} are rotated"
             code = "rope.heads_differ" if query.pairs.heads < heads else "absorb.absent"
             raise Departure(code, detail, [absorbed[0].value])
-        if self._is_rotated(down, key.value):
+        is_rotated = down.readings[key.value].kind == "turned"
+        if is_rotated:
             cos, sin = read_tables(down, key.value, key.pairs)
         else:
             shape = down.tokens, ROPE
@@ -352,7 +354,7 @@ class _Joiner:
             *_products_with(up, {*nope_rope.tolist()}),
             *_products_with(down, {*query_norm.columns.tolist(), *cache_columns}),
         ]
-        rotation = query.pairs.layouts if self._is_rotated(down, key.value) else None
+        rotation = query.pairs.layouts if is_rotated else None
         fields = results, defined, claims, optional_claims, products, rotation, self.identity_reason
         return Proposal(down.rows, arguments, *fields)
 
@@ -460,7 +462,7 @@ class _Joiner:
         """Yields the Value of the columns that are not rotated, as a product with [I | 0]."""
         form, readings = self.form, self.up.readings
         rotated_columns, heads = set[int](), 0
-        for _, pairs in rotated_pairs(self.up, ROPE):  # an indexer may have rotated heads, too
+        for _, pairs in rotated_pairs(self.up):  # an indexer may have rotated heads, too
             rotated_columns |= {*pairs.columns.flatten().tolist()}
             heads = heads or pairs.heads
         if not rotated_columns:
@@ -498,8 +500,8 @@ class _Joiner:
         if bool((ones == 1).all()):
             return None
         form = self.form
-        rows = fill_products(site, self._rows(site, value), form.number(1))
-        return form.slice(rows, 1, 0, 1)
+        rows = to_rows(form, value, site.layouts[value], site.tokens)
+        return form.slice(fill_products(site, rows, form.number(1)), 1, 0, 1)
 
     # -- the key
 
@@ -546,10 +548,6 @@ class _Joiner:
 
     # -- rotations
 
-    def _is_rotated(self, site: Site, value: Value) -> bool:
-        """Returns True if the Value is rotated."""
-        return site.readings[value].kind == "turned"
-
     def _rotated_parts(
         self, absorbed: set[int], heads: int, query_norm: Norm, key_norm: Norm, factor: Value | None
     ) -> tuple[_Rotated, _Rotated]:
@@ -566,7 +564,7 @@ class _Joiner:
         up, down = self.up, self.down
         start = min(absorbed)
         queries = sorted(
-            rotated_pairs(up, ROPE)[::-1],
+            rotated_pairs(up)[::-1],
             key=lambda item: (item[1].heads != heads, abs(int(item[1].columns.min()) - start)),
         )
         # of parallel layers, the one that makes the latents too comes first
@@ -577,11 +575,11 @@ class _Joiner:
             for key_value, reading in keys:
                 if len(reading.columns) != ROPE:
                     continue
-                key_pairs = read_pairs(reading, ROPE, query_pairs)
+                key_pairs = read_pairs(reading, query_pairs)
                 if key_pairs is not None and torch.equal(key_pairs.diagonal, query_pairs.diagonal):
                     return _Rotated(value, query_pairs), _Rotated(key_value, key_pairs)
                 scaled_parts = scaled_parts or self._scaled_parts(
-                    value, query_pairs, key_value, read_pairs(reading, ROPE)
+                    value, query_pairs, key_value, read_pairs(reading)
                 )
         if scaled_parts is not None:
             return scaled_parts
@@ -636,7 +634,7 @@ class _Joiner:
                 is_free = is_equal and columns <= unused and len(columns) == len(reading.columns)
                 if is_free and self._are_read_unchanged(site, columns):
                     parts.append(
-                        _Rotated(value, identity_pairs(reading, ROPE), self._factor(site, value))
+                        _Rotated(value, identity_pairs(reading), self._factor(site, value))
                     )
         return next((part for part in parts if part.factor is factor), parts[0] if parts else None)
 
@@ -752,7 +750,7 @@ class _Joiner:
             for value, reading in site.readings.items():
                 if reading.kind != kind or value is rotated.value:
                     continue
-                value_pairs = read_pairs(reading, ROPE, rotated.pairs)
+                value_pairs = read_pairs(reading, rotated.pairs)
                 if value_pairs is None or not torch.equal(
                     value_pairs.diagonal, rotated.pairs.diagonal
                 ):
@@ -798,7 +796,3 @@ class _Joiner:
         """
         rows = rows if factor is None else self.form.times(rows, factor)
         return self.form.scaled(rows, self._scale.inverse) if is_scaled else rows
-
-    def _rows(self, site: Site, value: Value) -> Value:
-        """Returns the Value of a site as rows."""
-        return to_rows(self.form, value, site.layouts[value], site.tokens)
