@@ -49,11 +49,6 @@ def is_size(node: Node) -> bool:
     return isinstance(node.target, OpOverload) and isinstance(node.meta.get("val"), torch.SymInt)
 
 
-def is_check(node: Node) -> bool:
-    """Returns True if the node only checks a condition and returns nothing."""
-    return signature(node.target).is_check
-
-
 def _is_metadata_check(graph: Graph, node: Node) -> bool:
     """Returns True if the node asserts the traced dtype of a computed tensor.
 
@@ -175,7 +170,7 @@ def partition_nodes(
         (node, node, False)
         for node in graph.gm.graph.nodes
         if node.op == "output"
-        or (is_check(node) and not _is_metadata_check(graph, node))
+        or (signature(node.target).is_check and not _is_metadata_check(graph, node))
         or (node in graph.effects and not is_replaced(graph, node, rewrites))
     ]
     stack += [(node, node, False) for node in source_nodes(graph, arguments)]

@@ -126,7 +126,6 @@ class _NearMisses:
         """
         products = set(fused)
         for departure in departures:
-            departure.site = self._with_products(departure.site)
             near_miss = self._refine(departure) if fused.isdisjoint(departure.site) else None
             if near_miss is not None:
                 products |= {*near_miss.site}
@@ -134,13 +133,6 @@ class _NearMisses:
         for head, ups, steps in self.heads:
             if ups and products.isdisjoint(ups):
                 yield from self._unproposed_misses(head, ups, steps, products)
-
-    def _with_products(self, roots: Sequence[Value]) -> tuple[Value, ...]:
-        """Returns the roots, and the products of matrices that they bring back to floats."""
-        products = (
-            product for site in self.projections.sites.values() for product in site.products
-        )
-        return (*roots, *(product.dot for product in products if product.root in {*roots}))
 
     def _departure(
         self, reason: Reason, code: str, site: Sequence[Value], score: float
@@ -337,7 +329,7 @@ class _NearMisses:
             for step in steps
         ]
         reasons = [reason for reason in reasons_of_steps if reason]
-        return next((reason for reason in reasons if reason.code), reasons[0] if reasons else None)
+        return max(reasons, key=lambda reason: bool(reason.code), default=None)
 
     def _odd_step(self, value: Value, layers: Sequence[Value]) -> Reason | None:
         """Returns why one step is no step of a prologue, or None."""
@@ -450,7 +442,7 @@ class _NearMisses:
 
     def _likeness(self, down: Site, up: Site) -> float:
         """Returns how much of a prologue the products of two sites are part of, from 0 to 1."""
-        dots, ups = {*self._with_products(down.roots)}, {product.dot for product in up.products}
+        dots, ups = {*down.layers}, {*up.layers}
         if any(map(self._is_residual, self.latents[up][1])):
             return 0
         up_sites = [
@@ -575,9 +567,8 @@ class _NearMisses:
         """Returns the first odd step after a site's products, or a norm of ``width`` there, or
         None.
         """
-        layers = self._with_products(site.roots)
-        steps = self.steps_below(layers)
-        cause = self.first_odd_step(layers, steps)
+        steps = self.steps_below(site.layers)
+        cause = self.first_odd_step(site.layers, steps)
         for step in steps:
             size = prod(step.shape) // max(site.tokens, 1)
             is_wide = step.shape[-1:] != (1,) and size > 1 and width in (None, size)
@@ -621,7 +612,7 @@ class _NearMisses:
             text = f"%s is rotated, no {ROPE} columns of %s are"
             return Reason("", text, ((queries or keys)[0][0], root if queries else up.roots[0]))
         text = f"no {ROPE} columns of %s or %s are rotated, or left as they are"
-        layers_of_both = self._with_products((*up.roots, *down.roots))
+        layers_of_both = [*up.layers, *down.layers]
         # a step may read products of both sites
         cause = self.first_odd_step(layers_of_both, self.steps_below(layers_of_both))
         if cause is not None and cause.code == "step.unknown":
@@ -632,20 +623,10 @@ class _NearMisses:
 
     def _proof_reason(self, departure: Departure, down: Site, up: Site) -> Reason | None:
         """Returns why a proof differs, or None."""
-        x_format, latent_format = (site.products[0].kind for site in (down, up))
-        if x_format is not latent_format and (
-            x_format or (latent_format and not latent_format.partial)
-        ):
-            formats = [
-                f"in {number_format.name}" if number_format else "in no such format"
-                for number_format in (x_format, latent_format)
-            ]
-            text = f"%s multiplies numbers {formats[0]}, %s multiplies numbers {formats[1]}"
-            return Reason("quant.mixed", text, (down.roots[0], up.roots[0]))
         part, fault = departure.detail.partition(" ")[0], departure.values[0]
         if part in ("query_rope", "kr_rows") and _has_rotation(down):
             return Reason("rope.tables_differ", f"%s: {departure.detail}", (fault,))
-        if part != "query" or latent_format is not None:
+        if part != "query" or up.products[0].kind is not None:
             return None
         rows = strip(fault, *_MOVES)
         rows = strip(_rows(rows), *_MOVES) if _is_layer(rows) else rows
@@ -664,7 +645,7 @@ class _NearMisses:
 
     def _reader_reason(self, departure: Departure, down: Site, up: Site) -> Reason | None:
         """Returns the reason if something is added to a product with W_uk, or None."""
-        products = {product.dot for product in up.products}
+        products = {*up.layers}
         heads = [head for head, layers, _ in self.heads if not products.isdisjoint(layers)]
         cause = self.first_odd_step(heads, self.steps_below(heads))
         return cause if cause is not None and cause.code == "linear.bias" else None

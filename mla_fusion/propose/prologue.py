@@ -169,7 +169,7 @@ def proposals(
                 proposal = _propose(projections, down, up, by_identity)
                 by_structure[key] = values, proposal
             if isinstance(proposal, Departure):
-                proposal.site, proposal.score = (*down.roots, *up.roots), 0.75
+                proposal.site, proposal.score = (*down.layers, *up.layers), 0.75
             yield proposal
 
 
@@ -285,6 +285,7 @@ class _Joiner:
         """Returns the proposal. Raises Departure if a part of the prologue is missing."""
         form, down, up = self.form, self.down, self.up
         kind, latents, smooth = up.products[0].kind, up.rows, None
+        x_format = down.products[0].kind
         if kind is not None:
             latents, smooth = self._unquantised_latents()
         query_norm = read_norm(down, latents, "the query's latents")
@@ -343,6 +344,10 @@ class _Joiner:
             arguments["qc_qr_scale"] = self._scale = scale.literal[1]
         if smooth is not None:
             arguments["smooth_scales_cq"] = smooth
+        if kind is not x_format and (x_format or (kind and not kind.partial)):
+            formats = [kind_of.name if kind_of else "floats" for kind_of in (x_format, kind)]
+            detail = f"x comes in {formats[0]}, c_q in {formats[1]}"
+            raise Departure("quant.mixed", detail, [down.roots[0], up.roots[0]])
         if kind is not None:
             self._add_quantisation(kind, arguments, nope_rope, query_norm, cache_columns)
         defined = prolog.prolog(form, arguments)
@@ -409,9 +414,6 @@ class _Joiner:
             latent_scales = self._latent_scales = quantise.by_row(form, rows, kind)[1]
         weights = [("uq_qr", self.up, up_columns.tolist(), latent_scales)]
         if x_format is not None:
-            if kind is not x_format:
-                detail = f"x comes in {x_format.name}, c_q is quantised to {kind.name}"
-                raise Departure("quant.mixed", detail, [self.down.rows])
             product = self.down.products[0]
             x_scales = product.blocks[0] if product.blocks else row_scales(form, product)
             if x_scales is None:
