@@ -745,22 +745,13 @@ class _Joiner:
             ("query_rope", self.up, query, results.query_rope),
             ("kr_rows", self.down, key, results.kr_rows),
         ):
-            kind = site.readings[rotated.value].kind
-            if kind != "turned":
-                continue
-            columns = rotated.pairs.columns.flatten().sort().values
+            columns = {*rotated.pairs.columns.flatten().tolist()}
             for value, reading in site.readings.items():
-                if reading.kind != kind or value is rotated.value:
-                    continue
-                value_pairs = read_pairs(reading, rotated.pairs)
-                if value_pairs is None or not torch.equal(
-                    value_pairs.diagonal, rotated.pairs.diagonal
-                ):
-                    continue
-                if torch.equal(value_pairs.columns.flatten().sort().values, columns):
-                    yield self._rotated_claim(
-                        part, site, _Rotated(value, value_pairs, rotated.factor), rows
-                    )
+                is_other = reading.kind == "turned" and value is not rotated.value
+                pairs = read_pairs(reading, rotated.pairs) if is_other else None
+                if pairs is not None and {*pairs.columns.flatten().tolist()} == columns:
+                    other = _Rotated(value, pairs, rotated.factor)
+                    yield self._rotated_claim(part, site, other, rows)
         yield from self._normed_claims(key_norm, "kv_rows", results.kv_rows)
         if self.up.products[0].kind is None:
             yield from self._normed_claims(

@@ -107,12 +107,11 @@ def read_pairs(reading: Reading, like: Pairs | None = None) -> Pairs | None:
     straight = low_factors[:, first], high_factors[:, second]
     crossed = high_factors[:, first], low_factors[:, second]
     if like is None:
-        is_even = (straight[0] == straight[1]).all(0) | ~(crossed[0] == crossed[1]).all(0)
-        diagonal = torch.where(is_even, straight[0], crossed[0])[:1, :_HALF]
+        straight_equal, crossed_equal = straight[0] == straight[1], crossed[0] == crossed[1]
     else:
-        diagonal = like.diagonal
-    repeated = diagonal.repeat(1, len(first) // _HALF)
-    is_even = (straight[0] == repeated).all(0) | ~(crossed[0] == repeated).all(0)
+        diagonal = like.diagonal.repeat(1, len(first) // _HALF)
+        straight_equal, crossed_equal = straight[0] == diagonal, crossed[0] == diagonal
+    is_even = straight_equal.all(0) | ~crossed_equal.all(0)
     return Pairs(
         first,
         second,
