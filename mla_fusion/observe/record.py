@@ -27,8 +27,10 @@ from mla_fusion.observe import leftovers
 from mla_fusion.observe.gain import seconds_saved
 from mla_fusion.plan.caches import InPlace, Staged
 from mla_fusion.plan.contract import OPERATOR
+from mla_fusion.plan.outputs import first_nodes
 from mla_fusion.plan.plan import Plan
 from mla_fusion.plan.skip import is_named
+from mla_fusion.propose.departures import has_root
 from mla_fusion.propose.sites import Projections
 from mla_fusion.report.rejection import Rejection, message
 from mla_fusion.report.report import Fusion, Report
@@ -103,10 +105,8 @@ class Record:
 
         site  the products of the prologue
         """
-        nodes = _holding_nodes(self._graph, departure.values) or self._labels.nodes(
-            departure.detail
-        )
-        site_nodes = _holding_nodes(self._graph, site)
+        nodes = first_nodes(self._graph, departure.values) or self._labels.nodes(departure.detail)
+        site_nodes = first_nodes(self._graph, site)
         nodes = nodes or site_nodes
         code, detail, layer = departure.code, departure.detail, self._layer(site_nodes or nodes)
         skip_entry = next((entry for entry in self._config.skip if is_named(entry, layer)), None)
@@ -182,7 +182,7 @@ class Record:
         elif any(cache in self._graph.hidden for _, cache, _ in plan.written_caches):
             yield "slots: as the model's operator is given them"
         else:
-            nodes = _holding_nodes(self._graph, [*caches.trusted_inputs])
+            nodes = first_nodes(self._graph, [*caches.trusted_inputs])
             trusted = ", ".join(self._labels.of(node) for node in nodes)
             yield f"slots: input {trusted}, trusted" if trusted else "slots: by their range"
 
@@ -196,12 +196,6 @@ def _step_row(node: Node) -> tuple[str, str, str, str]:
     )
     operator = op_name(node).replace("::", ".") if node.op == "call_function" else node.op
     return node.name, operator, ", ".join(descriptions), module_path.source(node)
-
-
-def _holding_nodes(graph: Graph, values: Sequence[Value]) -> tuple[Node, ...]:
-    """Returns the first node that holds each Value, in order."""
-    holders = map(graph.nodes_in_any_shape, values)
-    return tuple(sorted({nodes[0] for nodes in holders if nodes}))
 
 
 def _describe_rotation(plan: Plan) -> str:
@@ -280,7 +274,7 @@ def describe_absence(projections: Projections) -> tuple[str, ...]:
     if any(map(is_empty, graph.gm.graph.find_nodes(op="placeholder"))):
         return ("no tokens in this graph: it was compiled for a call with none",)
     counts = [len(site.products) for site in projections.sites.values()]
-    norms = sum(value.op == "product" and _has_root(value) for value in values)
+    norms = sum(has_root([value]) for value in values)
     dots = [value.sources[1] for value in values if value.op == "dot"]
     by_head = sum(bool(factor.weight) and len(factor.shape) == 3 for factor in dots)
     writes = sum(value.op == "write" for value in values)
@@ -299,8 +293,3 @@ def describe_absence(projections: Projections) -> tuple[str, ...]:
             "what one computes that writes into no argument"
         )
     return (*lines, *(f"  {name} is not known: {why}" for name, why in graph.unused.items()))
-
-
-def _has_root(value: Value) -> bool:
-    """Returns True if the product has a factor under a square root."""
-    return any(exponent.denominator == 2 for exponent in value.literal[0])

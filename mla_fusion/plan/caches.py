@@ -361,50 +361,40 @@ def _no_input_obstacle(graph: Graph, base: Value) -> Obstacle:
 
     base  what is written into
     """
-    nodes = graph.nodes_in_any_shape(base)
-    if not nodes:
-        return Obstacle("cache.no_input", "rows are written into what is no input of the graph")
-    return Obstacle("cache.no_input", *_why_no_input(graph, nodes[0].name, base))
-
-
-def _why_no_input(graph: Graph, name: str, base: Value) -> tuple[str, str]:
-    """Returns why what rows are written into is no input of the graph, and the remedy.
-
-    The remedy is "" if the code's own remedy says it.
-
-    name  of a node that holds it
-    """
-    if not prod(base.shape):
-        return f"{name} has no elements", ""
-    if base.op == "opaque" and base.literal[0].startswith("as_strided"):
-        return (
-            f"{name} is the view that AOT autograd makes of arguments that overlap in memory, as "
-            "far as it can tell",
-            "Give each cache memory of its own, or contiguous parts of one tensor (layer-major: "
-            "pool[layer]), not columns or every other block of it.",
-        )
-    memory = strip(base, "reshape", "slice", "permute")
-    if memory.op in ("write", "join"):
-        return (
-            f"{name} is a cache as another step has written it, and the kernel would write it once "
-            "more",
-            "Write a cache once in a graph: compile what writes it again (a draft's step, say) as "
-            "a graph of its own. Two layers are given two caches.",
-        )
+    nodes, memory = graph.nodes_in_any_shape(base), strip(base, "reshape", "slice", "permute")
+    name = nodes[0].name if nodes else "what rows are written into"
     inputs = [node.name for node in graph.nodes.get(memory, ()) if node.op == "placeholder"]
-    if not inputs:
-        return f"{name} is not a graph input seen as rows", ""
-    if base.shape[-1] != memory.shape[-1]:
-        return (
-            f"{name} is some columns of {inputs[0]}",
-            "Give latent and key a contiguous cache each, as wide as their rows.",
+    message, remedy = f"{name} is not a graph input seen as rows", ""
+    if not prod(base.shape):
+        message = f"{name} has no elements"
+    elif base.op == "opaque" and base.literal[0].startswith("as_strided"):
+        message = (
+            f"{name} is the view that AOT autograd makes of arguments that overlap in memory, as "
+            "far as it can tell"
         )
-    return (
-        f"{name} is a part of {inputs[0]}, and no input of its own; only a wrapper around the "
-        "graph, as that of mf.backend(), can pass parts, if literals name them and they do not "
-        "overlap",
-        "",
-    )
+        remedy = (
+            "Give each cache memory of its own, or contiguous parts of one tensor (layer-major: "
+            "pool[layer]), not columns or every other block of it."
+        )
+    elif memory.op in ("write", "join"):
+        message = (
+            f"{name} is a cache as another step has written it, and the kernel would write it once "
+            "more"
+        )
+        remedy = (
+            "Write a cache once in a graph: compile what writes it again (a draft's step, say) as "
+            "a graph of its own. Two layers are given two caches."
+        )
+    elif inputs and base.shape[-1] != memory.shape[-1]:
+        message = f"{name} is some columns of {inputs[0]}"
+        remedy = "Give latent and key a contiguous cache each, as wide as their rows."
+    elif inputs:
+        message = (
+            f"{name} is a part of {inputs[0]}, and no input of its own; only a wrapper around the "
+            "graph, as that of mf.backend(), can pass parts, if literals name them and they do not "
+            "overlap"
+        )
+    return Obstacle("cache.no_input", message, remedy)
 
 
 _BLOCK_SIZES = (128, 64, 32, 16)
@@ -418,7 +408,8 @@ def _paged_shape(cache: Node) -> tuple[object, object, int, object] | None:
 
     A cache of another rank is rows of its last axis. In [.., BlockSize, width] the blocks stay if
     the kernel takes that BlockSize (16 to 1024, in steps of 16). Other rows are cut into blocks of
-    128, 64, 32 or 16. If sizes are symbolic, one must be known to be a multiple of that.
+    128, 64, 32 or 16. If sizes are symbolic, one must be known to be a multiple of that, or the
+    product of the others must be.
     """
     value = cache.meta["val"]
     shape = [known(size) for size in value.shape]
@@ -426,17 +417,13 @@ def _paged_shape(cache: Node) -> tuple[object, object, int, object] | None:
         return None
     if len(shape) == 4 and same(shape[2], 1):
         return shape[0], shape[1], 1, shape[3]
-    if not isinstance(shape[-1], int) or not value.is_contiguous():
+    *lead, width = shape
+    if not isinstance(width, int) or not value.is_contiguous():
         return None
-    if all(isinstance(size, int) for size in shape[1:]):
-        count, rows = 1, prod(shape[:-1])
-        if not isinstance(shape[0], int):
-            count, rows = shape[0], prod(shape[1:-1])
-        is_block = len(shape) == 3 and shape[-2] % 16 == 0 and 16 <= shape[-2] <= 1024
-        block_size = shape[-2] if is_block else None
-        size = block_size or next((size for size in _BLOCK_SIZES if rows % size == 0), None)
-        if size:
-            return count * (rows // size), size, 1, shape[-1]
-    divisors = (size for size in _BLOCK_SIZES if any(divides(size, rows) for rows in shape[:-1]))
-    size = next(divisors, None)
-    return (prod(shape[:-1]) // size, size, 1, shape[-1]) if size else None
+    if len(lead) == 2 and isinstance(lead[1], int) and lead[1] in range(16, 1025, 16):
+        return lead[0], lead[1], 1, width
+    symbolic = [size for size in lead if not isinstance(size, int)]
+    factors = [prod(size for size in lead if isinstance(size, int)), *symbolic]
+    sizes = (size for size in _BLOCK_SIZES if any(divides(size, factor) for factor in factors))
+    size = next(sizes, None)
+    return (prod(lead) // size, size, 1, width) if size else None

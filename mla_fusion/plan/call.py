@@ -39,7 +39,7 @@ def emit_call(builder: Builder, lower: Lowering, plan: Plan) -> dict[Value, Any]
     """
     arguments, graph = plan.proposal.arguments, plan.graph
     mode = plan.modes[0]
-    is_x_quantised = mode and "dequant_scale_x" in arguments
+    is_x_quantised = "dequant_scale_x" in arguments
     bfloat16 = torch.bfloat16
     x = lower.of(arguments["token_x"], None if is_x_quantised else bfloat16)
     weights = []

@@ -49,11 +49,6 @@ def is_size(node: Node) -> bool:
     return isinstance(node.target, OpOverload) and isinstance(node.meta.get("val"), torch.SymInt)
 
 
-def is_check(node: Node) -> bool:
-    """Returns True if the node only checks a condition and returns nothing."""
-    return signature(node.target).is_check
-
-
 def _is_metadata_check(graph: Graph, node: Node) -> bool:
     """Returns True if the node asserts the traced dtype of a computed tensor.
 
@@ -68,6 +63,12 @@ def is_input_free(value: Value) -> bool:
     memory.
     """
     return filled_with(value) is not None or (value.op == "opaque" and not value.sources)
+
+
+def first_nodes(graph: Graph, values: Iterable[Value]) -> list[Node]:
+    """Returns the first node that holds each Value, in order."""
+    holders = map(graph.nodes_in_any_shape, values)
+    return sorted({nodes[0] for nodes in holders if nodes})
 
 
 def source_nodes(
@@ -169,7 +170,7 @@ def partition_nodes(
         (node, node, False)
         for node in graph.gm.graph.nodes
         if node.op == "output"
-        or (is_check(node) and not _is_metadata_check(graph, node))
+        or (signature(node.target).is_check and not _is_metadata_check(graph, node))
         or (node in graph.effects and not is_replaced(graph, node, rewrites))
     ]
     stack += [(node, node, False) for node in source_nodes(graph, arguments)]
@@ -180,9 +181,9 @@ def partition_nodes(
         is_stale = (reader, node) in graph.stale
         # what an input held before it was written is read from the input
         is_memory = is_memory or (is_stale and graph.base(node).op != "call_function")
-        if node in parts.replaced and is_stale and not is_memory:
-            raise _late_write_departure(graph, node, reader)
         if node in parts.replaced and not is_memory:
+            if is_stale:
+                raise _late_write_departure(graph, node, reader)
             continue
         if is_size(node):
             parts.sizes.add(node)

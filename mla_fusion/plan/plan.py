@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
 from typing import Any
@@ -17,7 +17,7 @@ from mla_fusion.graph.form import Value, nearest
 from mla_fusion.graph.read import Graph
 from mla_fusion.plan import modes
 from mla_fusion.plan.caches import InPlace, Staged
-from mla_fusion.plan.outputs import source_nodes
+from mla_fusion.plan.outputs import first_nodes, source_nodes
 from mla_fusion.propose.prologue import Proposal
 
 _ROWS = {"kv_rows": "c_kv", "kr_rows": "k_pe"}  # report names of rows that no cache takes
@@ -48,11 +48,11 @@ class Plan:
     assumptions: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     structure: int = -1
-    products: list[Node] = field(default_factory=list)
 
-    def __post_init__(self) -> None:
-        holders = map(self.graph.nodes_in_any_shape, self.proposal.products)
-        self.products = sorted({nodes[0] for nodes in holders if nodes})
+    @cached_property
+    def products(self) -> list[Node]:
+        """Returns the nodes of the products, in order."""
+        return first_nodes(self.graph, self.proposal.products)
 
     @property
     def values(self) -> dict[str, Value]:

@@ -159,12 +159,12 @@ class Planner:
 
         Each structure is proved once. Raises Departure if a required claim does not hold.
         """
-        key, values = (proposal.original or proposal).numbered
+        key, values = proposal.numbered
         if key not in self._proofs:
-            self._proofs[key] = values, self._prove(proposal.original or proposal)
+            self._proofs[key] = values, self._prove(proposal)
         proven_values, proof = self._proofs[key]
         if isinstance(proof, Departure):
-            by_proven_value = dict(zip(proven_values, proposal.numbered[1], strict=True))
+            by_proven_value = dict(zip(proven_values, values, strict=True))
             values_at_fault = [
                 by_proven_value[value] for value in proof.values if value in by_proven_value
             ]
@@ -198,43 +198,43 @@ class Planner:
         claims    the proven claims
         compared  how many elements the proof compared
         """
-        graph, config = self.graph, self.config
-        if config.staging == "always":
-            caches: InPlace | Staged = Staged(
-                (Obstacle("config.staging", "Config.staging is 'always'"),)
-            )
-            is_half = False
-        else:
-            own_claims = claims
-            claims, is_half = self._with_half_rows(proposal, claims)
-            rewrites = Rewrites(graph.form, claims)
-            setting = Setting(self.boundary, config.machine)
-            writes = self.projections.sites[proposal.x].writes
-            caches = place_rows(graph, proposal, rewrites, writes, setting)
-            if isinstance(caches, InPlace):
-                for write in caches.writes.values():
-                    if _writer(graph, write) is None:
-                        detail = f"a step writes into {write.cache.name} where it lies"
-                        caches = Staged((Obstacle("cache.not_functional", detail),))
-                        break
-            if is_half and isinstance(caches, Staged):  # halves matter only in the caches
-                claims, is_half = own_claims, False
-        plan = self._make_plan(proposal, claims, caches, compared)
-        if is_half:
+        in_place_claims = self._with_half_rows(proposal, claims)
+        caches = self._place_rows(proposal, in_place_claims)
+        if isinstance(caches, Staged):
+            return self._stage(proposal, claims, caches, compared)
+        plan = self._make_plan(proposal, in_place_claims, caches, compared)
+        if in_place_claims is not claims:
             last_cache = [cache.name for _, cache, _ in plan.written_caches][-1]
             plan = replace(plan, warnings=(HALVES.format(cache=last_cache),))
-        obstacle = self._old_rows_obstacle(plan)
-        return self._stage(plan, claims, obstacle) if obstacle is not None else self._admit(plan)
+        obstacle = self._old_rows_obstacle(plan, caches)
+        if obstacle is not None:
+            return self._stage(proposal, claims, Staged((obstacle,)), compared)
+        return plan
 
-    def _with_half_rows(self, proposal: Proposal, claims: list[Claim]) -> tuple[list[Claim], bool]:
-        """Returns the claims, and whether they now say that rotated rows are halves, as the
-        kernel's.
+    def _place_rows(self, proposal: Proposal, claims: list[Claim]) -> InPlace | Staged:
+        """Returns who writes the new rows.
 
-        ``Config.kr_layout`` asks for this. The model's own rows are then pairs.
+        claims  what holds if the kernel writes them
+        """
+        graph, config = self.graph, self.config
+        if config.staging == "always":
+            return Staged((Obstacle("config.staging", "Config.staging is 'always'"),))
+        setting = Setting(self.boundary, config.machine)
+        writes = self.projections.sites[proposal.x].writes
+        caches = place_rows(graph, proposal, Rewrites(graph.form, claims), writes, setting)
+        for write in caches.writes.values() if isinstance(caches, InPlace) else ():
+            if _writer(graph, write) is None:
+                detail = f"a step writes into {write.cache.name} where it lies"
+                return Staged((Obstacle("cache.not_functional", detail),))
+        return caches
+
+    def _with_half_rows(self, proposal: Proposal, claims: list[Claim]) -> list[Claim]:
+        """Returns the claims; they say that rotated rows are halves, as the kernel's, if
+        ``Config.kr_layout`` asks for that and the model's own rows are pairs.
         """
         layout_after = proposal.rotation[1] if proposal.rotation is not None else ""
         if self.config.kr_layout != "half" or layout_after != "interleaved":
-            return claims, False
+            return claims
         form, results = self.graph.form, proposal.results
         rows = {"query_rope": results.query_rope, "kr_rows": results.kr_rows}
         half_claims = []
@@ -243,7 +243,7 @@ class Planner:
             if leaf is not None and prod(leaf.shape) == prod(claim.graph.shape):
                 kernel = form.reshape(leaf, claim.graph.shape)
             half_claims.append(Claim(claim.part, claim.graph, kernel))
-        return half_claims, True
+        return half_claims
 
     def _make_plan(
         self, proposal: Proposal, proof: list[Claim], caches: InPlace | Staged, compared: int
@@ -281,20 +281,16 @@ class Planner:
             graph, _target_of(proposal), proposal, caches, claims, region, replaced, compared
         )
 
-    def _stage(self, plan: Plan, claims: list[Claim], obstacle: Obstacle) -> Plan:
-        """Returns the staged form of a plan, with one obstacle."""
-        staged_plan = self._make_plan(plan.proposal, claims, Staged((obstacle,)), plan.compared)
-        return self._admit(staged_plan)
-
-    def _admit(self, plan: Plan) -> Plan:
-        """Returns the plan. Raises Departure if it is staged and ``Config.staging`` forbids
-        that.
-        """
-        if isinstance(plan.caches, Staged) and self.config.staging == "never":
-            first = plan.caches.obstacles[0]
+    def _stage(
+        self, proposal: Proposal, claims: list[Claim], caches: Staged, compared: int
+    ) -> Plan:
+        """Returns a staged plan. Raises Departure if ``Config.staging`` forbids that."""
+        plan = self._make_plan(proposal, claims, caches, compared)
+        if self.config.staging == "never":
+            first = caches.obstacles[0]
             code = "slots.unproven" if first.code == "slots.unproven" else ""
             detail = f"[{first.code}] {first.message}"
-            raise Departure(code or "cache.staging_forbidden", detail, plan.proposal.products)
+            raise Departure(code or "cache.staging_forbidden", detail, proposal.products)
         return plan
 
     def _accept_contract(self, plan: Plan, claims: list[Claim]) -> tuple[Plan, tuple[str, ...]]:
@@ -311,22 +307,23 @@ class Planner:
             code = reason.code.rpartition(":")[2]
             message = f"the kernel refuses the caches ({code}): {reason.detail}"
             try:
-                plan = self._stage(plan, claims, Obstacle("cache.refused", message))
+                caches = Staged((Obstacle("cache.refused", message),))
+                plan = self._stage(plan.proposal, claims, caches, plan.compared)
                 sizes = contract.check_contract(plan, self.config, source)
             except Departure:
                 raise reason from None  # the caches were not the cause
         return plan, sizes
 
-    def _old_rows_obstacle(self, plan: Plan) -> Obstacle | None:
+    def _old_rows_obstacle(self, plan: Plan, caches: InPlace) -> Obstacle | None:
         """Returns the obstacle if a node reads a cache as it was before the call, or another call
         writes it.
 
         A reader counts if more comes of it than the new cache.
         """
         region, graph = {*plan.region}, self.graph
-        writes = plan.caches.writes if isinstance(plan.caches, InPlace) else {}
-        for name, cache, _ in plan.written_caches:
-            if writes[name].value in self.taken_writes:
+        for name, write in caches.writes.items():
+            cache = write.cache
+            if write.value in self.taken_writes:
                 message = f"another fusion writes the same rows of {name}"
                 return Obstacle("cache.rows_read", message)
             path, seen = [(user, user) for user in cache.users], set[Node]()

@@ -47,10 +47,12 @@ def check_region(graph: Graph, proposal: Proposal, region: Iterable[Node]) -> No
         if not isinstance(tensor, torch.Tensor) or not tensor.is_floating_point():
             continue
         if tensor.dtype.itemsize > 1 and tensor.dtype not in _WIDE:
-            raise Departure("dtype.region", f"{node.name} is {tensor.dtype}", _values(graph, node))
+            raise Departure(
+                "dtype.region", f"{node.name} is {tensor.dtype}", [*values_of(graph.readings[node])]
+            )
         if tensor.dtype == torch.bfloat16 and _is_statistic(graph.readings[node]):
             detail = f"{node.name}, in a norm, is bfloat16"
-            raise Departure("norm.low_precision", detail, _values(graph, node))
+            raise Departure("norm.low_precision", detail, [*values_of(graph.readings[node])])
         if not mode and is_product(node) and not any(map(is_product, node.all_input_nodes)):
             _check_product(graph, node)
     if not mode:
@@ -78,7 +80,7 @@ def check_functional(graph: Graph, nodes: Iterable[Node]) -> None:
         base = graph.base(node)
         if base in graph.early_writes:
             detail = f"a step changes {base.name} where it lies"
-            raise Departure("graph.not_functional", detail, _values(graph, node))
+            raise Departure("graph.not_functional", detail, [*values_of(graph.readings[node])])
 
 
 def _check_product(graph: Graph, node: Node) -> None:
@@ -95,7 +97,7 @@ def _check_product(graph: Graph, node: Node) -> None:
     for name in ("alpha", "beta"):
         if node.kwargs.get(name, 1) != 1:
             detail = f"{node.name} has {name} {node.kwargs[name]}"
-            raise Departure("linear.scaled", detail, _values(graph, node))
+            raise Departure("linear.scaled", detail, [*values_of(graph.readings[node])])
 
 
 def is_rounded(node: Node) -> bool:
@@ -131,9 +133,3 @@ def _is_statistic(reading: object) -> bool:
     while inner.op in ("product", "sum", "reshape") and len(inner.sources) == 1:
         inner = inner.sources[0]
     return inner.op == "reduce"
-
-
-def _values(graph: Graph, node: Node) -> list[Value]:
-    """Returns the Value that the node holds, in a list, for messages."""
-    reading = graph.readings[node]
-    return [reading] if isinstance(reading, Value) else []

@@ -10,6 +10,7 @@ from mla_fusion.config import Config
 from mla_fusion.fx import module_path
 from mla_fusion.graph.departure import Departure
 from mla_fusion.graph.read import Graph
+from mla_fusion.plan.outputs import first_nodes
 from mla_fusion.propose.prologue import Proposal
 
 
@@ -40,7 +41,7 @@ def check_skip(graph: Graph, proposal: Proposal, config: Config) -> None:
     """
     if not config.skip:
         return
-    nodes = [nodes[0] for nodes in map(graph.nodes_in_any_shape, proposal.products) if nodes]
+    nodes = first_nodes(graph, proposal.products)
     layer = module_path.layer(nodes) or module_path.root(graph.gm.graph.nodes)
     for rule in config.skip:
         try:

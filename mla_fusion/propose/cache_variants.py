@@ -205,9 +205,7 @@ class _Variants:
         """
         kernel = self.rewrites.of(float_rows)
         assert kernel is not None
-        old_leaf, new_leaf = getattr(self.base.results, part), getattr(variant.results, part)
-        kernel = self.form.substituted(kernel, {old_leaf: new_leaf})
-        return Claim(part, rows, self.form.reshape(kernel, rows.shape))
+        return Claim(part, rows, self.form.reshape(self._rebase(kernel, variant), rows.shape))
 
     def _with_tensor_scale(
         self, rows: Value, float_rows: Value, ratio: Value
@@ -245,11 +243,10 @@ class _Variants:
         self, codes: Value, step: Value, kernel: Value, variant: Proposal
     ) -> list[Claim]:
         """Returns the claims of the query's bytes and of its scales."""
-        form, (old_leaf, new_leaf) = self.form, (self.base.results.query, variant.results.query)
-        values = form.substituted(kernel, {old_leaf: new_leaf})
-        scales = variant.results.dequant_scale_q_nope
+        form, query = self.form, self.base.results.query
+        values, scales = self._rebase(kernel, variant), variant.results.dequant_scale_q_nope
         assert scales is not None
-        spread_scales = form.substituted(kernel, {old_leaf: form.expand(scales, old_leaf.shape)})
+        spread_scales = self._rebase(kernel, variant, {query: form.expand(scales, query.shape)})
         steps = form.slice(spread_scales, -1, 0, 1)
         return [
             Claim("query", codes, form.reshape(values, codes.shape)),

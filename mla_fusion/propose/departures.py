@@ -29,9 +29,8 @@ from mla_fusion.graph.departure import UNKNOWN, Departure
 from mla_fusion.graph.form import BYTES, MOVES, Value, filled_with, order, strip
 from mla_fusion.graph.layout import Layout, Mixed, layout_of, token_layout
 from mla_fusion.propose.norms import read_norm
-from mla_fusion.propose.prologue import ROPE
 from mla_fusion.propose.quantised import operand_format, split_blocks, unquantised_rows
-from mla_fusion.propose.rotations import rotated_pairs
+from mla_fusion.propose.rotations import ROPE, rotated_pairs
 from mla_fusion.propose.sites import POINT, Projections, Site
 
 _FAR = 300  # most steps between two products
@@ -127,7 +126,6 @@ class _NearMisses:
         """
         products = set(fused)
         for departure in departures:
-            departure.site = self._with_products(departure.site)
             near_miss = self._refine(departure) if fused.isdisjoint(departure.site) else None
             if near_miss is not None:
                 products |= {*near_miss.site}
@@ -135,13 +133,6 @@ class _NearMisses:
         for head, ups, steps in self.heads:
             if ups and products.isdisjoint(ups):
                 yield from self._unproposed_misses(head, ups, steps, products)
-
-    def _with_products(self, roots: Sequence[Value]) -> tuple[Value, ...]:
-        """Returns the roots, and the products of matrices that they bring back to floats."""
-        products = (
-            product for site in self.projections.sites.values() for product in site.products
-        )
-        return (*roots, *(product.dot for product in products if product.root in {*roots}))
 
     def _departure(
         self, reason: Reason, code: str, site: Sequence[Value], score: float
@@ -338,7 +329,7 @@ class _NearMisses:
             for step in steps
         ]
         reasons = [reason for reason in reasons_of_steps if reason]
-        return next((reason for reason in reasons if reason.code), reasons[0] if reasons else None)
+        return max(reasons, key=lambda reason: bool(reason.code), default=None)
 
     def _odd_step(self, value: Value, layers: Sequence[Value]) -> Reason | None:
         """Returns why one step is no step of a prologue, or None."""
@@ -451,7 +442,7 @@ class _NearMisses:
 
     def _likeness(self, down: Site, up: Site) -> float:
         """Returns how much of a prologue the products of two sites are part of, from 0 to 1."""
-        dots, ups = {*self._with_products(down.roots)}, {product.dot for product in up.products}
+        dots, ups = {*down.layers}, {*up.layers}
         if any(map(self._is_residual, self.latents[up][1])):
             return 0
         up_sites = [
@@ -561,12 +552,12 @@ class _NearMisses:
 
     def _absorb_reason(self, departure: Departure, down: Site, up: Site) -> Reason | None:
         """Returns why no part of the query is multiplied by W_uk, or None."""
-        direct_query = None if rotated_pairs(up, ROPE) else self._direct_query(down)
+        direct_query = None if rotated_pairs(up) else self._direct_query(down)
         return direct_query or self._odd_part(up)
 
     def _direct_query(self, down: Site) -> Reason | None:
         """Returns the reason if a query is made of x without latents, or None."""
-        for value, pairs in rotated_pairs(down, ROPE):
+        for value, pairs in rotated_pairs(down):
             if pairs.heads > 1:
                 text = "%s, with more heads than a key, is made of %s"
                 return Reason("q_lora.absent", text, (value, down.rows))
@@ -576,9 +567,8 @@ class _NearMisses:
         """Returns the first odd step after a site's products, or a norm of ``width`` there, or
         None.
         """
-        layers = self._with_products(site.roots)
-        steps = self.steps_below(layers)
-        cause = self.first_odd_step(layers, steps)
+        steps = self.steps_below(site.layers)
+        cause = self.first_odd_step(site.layers, steps)
         for step in steps:
             size = prod(step.shape) // max(site.tokens, 1)
             is_wide = step.shape[-1:] != (1,) and size > 1 and width in (None, size)
@@ -587,14 +577,14 @@ class _NearMisses:
             is_after_rotation = any(
                 reading is not None and reading.kind == "turned" for reading in source_readings
             )
-            if is_wide and _has_root([step]) and is_first and not is_after_rotation:
+            if is_wide and has_root([step]) and is_first and not is_after_rotation:
                 return Reason("rope.normed_key", "%s is normed", (step,))
         return cause if cause is not None and cause.code else None
 
     def _rotation_reason(self, departure: Departure, down: Site, up: Site) -> Reason | None:
         """Returns what stands in place of the rotation of query or key."""
-        queries = rotated_pairs(up, ROPE)
-        keys = [entry for entry in rotated_pairs(down, ROPE) if entry[1].heads == 1]
+        queries = rotated_pairs(up)
+        keys = [entry for entry in rotated_pairs(down) if entry[1].heads == 1]
         if queries and keys:
             (query, query_pairs), (key, key_pairs) = queries[0], keys[0]
             product = up.products[0]
@@ -622,7 +612,7 @@ class _NearMisses:
             text = f"%s is rotated, no {ROPE} columns of %s are"
             return Reason("", text, ((queries or keys)[0][0], root if queries else up.roots[0]))
         text = f"no {ROPE} columns of %s or %s are rotated, or left as they are"
-        layers_of_both = self._with_products((*up.roots, *down.roots))
+        layers_of_both = [*up.layers, *down.layers]
         # a step may read products of both sites
         cause = self.first_odd_step(layers_of_both, self.steps_below(layers_of_both))
         if cause is not None and cause.code == "step.unknown":
@@ -633,20 +623,10 @@ class _NearMisses:
 
     def _proof_reason(self, departure: Departure, down: Site, up: Site) -> Reason | None:
         """Returns why a proof differs, or None."""
-        x_format, latent_format = (site.products[0].kind for site in (down, up))
-        if x_format is not latent_format and (
-            x_format or (latent_format and not latent_format.partial)
-        ):
-            formats = [
-                f"in {number_format.name}" if number_format else "in no such format"
-                for number_format in (x_format, latent_format)
-            ]
-            text = f"%s multiplies numbers {formats[0]}, %s multiplies numbers {formats[1]}"
-            return Reason("quant.mixed", text, (down.roots[0], up.roots[0]))
         part, fault = departure.detail.partition(" ")[0], departure.values[0]
         if part in ("query_rope", "kr_rows") and _has_rotation(down):
             return Reason("rope.tables_differ", f"%s: {departure.detail}", (fault,))
-        if part != "query" or latent_format is not None:
+        if part != "query" or up.products[0].kind is not None:
             return None
         rows = strip(fault, *_MOVES)
         rows = strip(_rows(rows), *_MOVES) if _is_layer(rows) else rows
@@ -665,7 +645,7 @@ class _NearMisses:
 
     def _reader_reason(self, departure: Departure, down: Site, up: Site) -> Reason | None:
         """Returns the reason if something is added to a product with W_uk, or None."""
-        products = {product.dot for product in up.products}
+        products = {*up.layers}
         heads = [head for head, layers, _ in self.heads if not products.isdisjoint(layers)]
         cause = self.first_odd_step(heads, self.steps_below(heads))
         return cause if cause is not None and cause.code == "linear.bias" else None
@@ -683,7 +663,7 @@ class _NearMisses:
         if heads * nope > sum(layer.shape[-1] for layer in ups):
             return
         layers = self.layers.get(self._origin(_rows(up)), [])
-        if self._is_cached(layers) and _has_root(self.steps_below(layers)):
+        if self._is_cached(layers) and has_root(self.steps_below(layers)):
             text = "%s, which %s multiplies head by head, projects %s"
             reason: Reason | None = Reason("q_lora.absent", text, (up, head, _rows(up)))
         else:
@@ -692,7 +672,7 @@ class _NearMisses:
             if not self._is_cached(layers) or any(map(self._is_residual, between)):
                 return
             reason = self._quantisation_reason((*downs, up), up)
-            if reason is None and (self.first_odd_step(downs, between) or not _has_root(between)):
+            if reason is None and (self.first_odd_step(downs, between) or not has_root(between)):
                 reason = self._path_reason(downs, between, up, None)
             reason = reason or self.first_odd_step(ups, steps)
             head_by_head = next((down for down in downs if not _is_flat(down)), None)
@@ -789,10 +769,10 @@ def _has_rotation(site: Site) -> bool:
 
 def _is_norm_path(steps: Sequence[Value]) -> bool:
     """Returns True if the steps have a norm and no attention."""
-    return _has_root(steps) and all(step.op != "dot" for step in steps)
+    return has_root(steps) and all(step.op != "dot" for step in steps)
 
 
-def _has_root(steps: Iterable[Value]) -> bool:
+def has_root(steps: Iterable[Value]) -> bool:
     """Returns True if one of the steps takes a square root."""
     powers = (power for step in steps if step.op == "product" for power in step.literal[0])
     return any(power.denominator == 2 for power in powers)

@@ -82,7 +82,8 @@ def read_norm(site: Site, value: Value, what: str) -> Norm:
         )
     norm = _first_true_norm(site, rows, norms)
     if norm is None:
-        if any(_added_scalars(site, value)):
+        terms = (term for radicand in _sums_under_roots(site, value) for term in radicand.sources)
+        if any(prod(term.shape) == 1 and not term.active for term in terms):
             detail = f"{what} have an epsilon that is no number of the graph"
             raise Departure("norm.runtime_eps", detail, [value])
         raise Departure(
@@ -91,31 +92,24 @@ def read_norm(site: Site, value: Value, what: str) -> Norm:
     return norm
 
 
-def _added_scalars(site: Site, value: Value) -> Iterator[Value]:
-    """Yields Values of one element, not made of x, that are added under a root on the way to a
-    Value.
-    """
+def _sums_under_roots(site: Site, value: Value) -> Iterator[Value]:
+    """Yields the sums of which a root is taken on the way to a Value."""
     for step in computed_from([value], site.roots):
         exponents = step.literal[0] if step.op == "product" else ()
         for source, exponent in zip(step.sources, exponents, strict=False):
             if exponent.denominator > 1 and source.op == "sum":
-                scalars = (term for term in source.sources if prod(term.shape) == 1)
-                yield from (term for term in scalars if not term.active)
+                yield source
 
 
 def _epsilon_candidates(site: Site, value: Value, size: int) -> Iterator[Fraction]:
     """Yields numbers that are added under a root on the way to a Value, and then 0."""
     squares = {product.number.ratio**2 for product in site.products}
-    for step in computed_from([value], site.roots):
-        if step.op != "product":
-            continue
-        for source, exponent in zip(step.sources, step.literal[0], strict=True):
-            if exponent.denominator > 1 and source.op == "sum":
-                constant = source.literal[1]
-                for square in squares:
-                    for epsilon in (constant * square / size, constant * square):
-                        if 0 < epsilon < 1:
-                            yield epsilon
+    for radicand in _sums_under_roots(site, value):
+        constant = radicand.literal[1]
+        for square in squares:
+            for epsilon in (constant * square / size, constant * square):
+                if 0 < epsilon < 1:
+                    yield epsilon
     yield Fraction(0)
 
 

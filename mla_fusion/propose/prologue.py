@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -31,6 +31,7 @@ from mla_fusion.propose.quantised import (
     unquantised_rows,
 )
 from mla_fusion.propose.rotations import (
+    ROPE,
     Pairs,
     identity_pairs,
     read_pairs,
@@ -40,7 +41,7 @@ from mla_fusion.propose.rotations import (
 from mla_fusion.propose.sites import POINT, Projections, Reading, Site, from_rows, to_rows
 from mla_fusion.targets import prolog
 
-ROPE, LATENT = 64, 512  # widths that the operator has
+LATENT = 512  # the width of latents that the operator has
 
 
 @dataclass
@@ -57,7 +58,6 @@ class Proposal:
     rotation         the order of elements before and after it; None if nothing is rotated
     identity_reason  why the target above does not take the prologue, for a call with W_uk = [I | 0]
     model_heads      the model's number of heads if the call has more, else 0
-    original         the proposal of another layer of which this is a copy, or None
     """
 
     x: Value
@@ -70,7 +70,6 @@ class Proposal:
     rotation: tuple[str, str] | None
     identity_reason: Departure | None = None
     model_heads: int = 0
-    original: Proposal | None = field(default=None, init=False)
 
     @property
     def activations(self) -> dict[Value, Layout]:
@@ -132,7 +131,7 @@ class Proposal:
             """Returns an argument of the other prologue."""
             return form.renamed(argument, substitutes) if isinstance(argument, Value) else argument
 
-        copy = Proposal(
+        return Proposal(
             new(self.x),
             {argument: new(argument_value) for argument, argument_value in self.arguments.items()},
             leaves,
@@ -146,8 +145,6 @@ class Proposal:
             self.rotation,
             self.identity_reason,
         )
-        copy.original = self
-        return copy
 
 
 def proposals(
@@ -172,7 +169,7 @@ def proposals(
                 proposal = _propose(projections, down, up, by_identity)
                 by_structure[key] = values, proposal
             if isinstance(proposal, Departure):
-                proposal.site, proposal.score = (*down.roots, *up.roots), 0.75
+                proposal.site, proposal.score = (*down.layers, *up.layers), 0.75
             yield proposal
 
 
@@ -288,6 +285,7 @@ class _Joiner:
         """Returns the proposal. Raises Departure if a part of the prologue is missing."""
         form, down, up = self.form, self.down, self.up
         kind, latents, smooth = up.products[0].kind, up.rows, None
+        x_format = down.products[0].kind
         if kind is not None:
             latents, smooth = self._unquantised_latents()
         query_norm = read_norm(down, latents, "the query's latents")
@@ -320,7 +318,8 @@ class _Joiner:
             detail = f"{heads} heads are multiplied with W_uk, {query.pairs.heads} are rotated"
             code = "rope.heads_differ" if query.pairs.heads < heads else "absorb.absent"
             raise Departure(code, detail, [absorbed[0].value])
-        if self._is_rotated(down, key.value):
+        is_rotated = down.readings[key.value].kind == "turned"
+        if is_rotated:
             cos, sin = read_tables(down, key.value, key.pairs)
         else:
             shape = down.tokens, ROPE
@@ -345,6 +344,10 @@ class _Joiner:
             arguments["qc_qr_scale"] = self._scale = scale.literal[1]
         if smooth is not None:
             arguments["smooth_scales_cq"] = smooth
+        if kind is not x_format and (x_format or (kind and not kind.partial)):
+            formats = [kind_of.name if kind_of else "floats" for kind_of in (x_format, kind)]
+            detail = f"x comes in {formats[0]}, c_q in {formats[1]}"
+            raise Departure("quant.mixed", detail, [down.roots[0], up.roots[0]])
         if kind is not None:
             self._add_quantisation(kind, arguments, nope_rope, query_norm, cache_columns)
         defined = prolog.prolog(form, arguments)
@@ -356,7 +359,7 @@ class _Joiner:
             *_products_with(up, {*nope_rope.tolist()}),
             *_products_with(down, {*query_norm.columns.tolist(), *cache_columns}),
         ]
-        rotation = query.pairs.layouts if self._is_rotated(down, key.value) else None
+        rotation = query.pairs.layouts if is_rotated else None
         fields = results, defined, claims, optional_claims, products, rotation, self.identity_reason
         return Proposal(down.rows, arguments, *fields)
 
@@ -411,9 +414,6 @@ class _Joiner:
             latent_scales = self._latent_scales = quantise.by_row(form, rows, kind)[1]
         weights = [("uq_qr", self.up, up_columns.tolist(), latent_scales)]
         if x_format is not None:
-            if kind is not x_format:
-                detail = f"x comes in {x_format.name}, c_q is quantised to {kind.name}"
-                raise Departure("quant.mixed", detail, [self.down.rows])
             product = self.down.products[0]
             x_scales = product.blocks[0] if product.blocks else row_scales(form, product)
             if x_scales is None:
@@ -464,7 +464,7 @@ class _Joiner:
         """Yields the Value of the columns that are not rotated, as a product with [I | 0]."""
         form, readings = self.form, self.up.readings
         rotated_columns, heads = set[int](), 0
-        for _, pairs in rotated_pairs(self.up, ROPE):  # an indexer may have rotated heads, too
+        for _, pairs in rotated_pairs(self.up):  # an indexer may have rotated heads, too
             rotated_columns |= {*pairs.columns.flatten().tolist()}
             heads = heads or pairs.heads
         if not rotated_columns:
@@ -502,8 +502,8 @@ class _Joiner:
         if bool((ones == 1).all()):
             return None
         form = self.form
-        rows = fill_products(site, self._rows(site, value), form.number(1))
-        return form.slice(rows, 1, 0, 1)
+        rows = to_rows(form, value, site.layouts[value], site.tokens)
+        return form.slice(fill_products(site, rows, form.number(1)), 1, 0, 1)
 
     # -- the key
 
@@ -550,10 +550,6 @@ class _Joiner:
 
     # -- rotations
 
-    def _is_rotated(self, site: Site, value: Value) -> bool:
-        """Returns True if the Value is rotated."""
-        return site.readings[value].kind == "turned"
-
     def _rotated_parts(
         self, absorbed: set[int], heads: int, query_norm: Norm, key_norm: Norm, factor: Value | None
     ) -> tuple[_Rotated, _Rotated]:
@@ -570,7 +566,7 @@ class _Joiner:
         up, down = self.up, self.down
         start = min(absorbed)
         queries = sorted(
-            rotated_pairs(up, ROPE)[::-1],
+            rotated_pairs(up)[::-1],
             key=lambda item: (item[1].heads != heads, abs(int(item[1].columns.min()) - start)),
         )
         # of parallel layers, the one that makes the latents too comes first
@@ -581,11 +577,11 @@ class _Joiner:
             for key_value, reading in keys:
                 if len(reading.columns) != ROPE:
                     continue
-                key_pairs = read_pairs(reading, ROPE, query_pairs)
+                key_pairs = read_pairs(reading, query_pairs)
                 if key_pairs is not None and torch.equal(key_pairs.diagonal, query_pairs.diagonal):
                     return _Rotated(value, query_pairs), _Rotated(key_value, key_pairs)
                 scaled_parts = scaled_parts or self._scaled_parts(
-                    value, query_pairs, key_value, read_pairs(reading, ROPE)
+                    value, query_pairs, key_value, read_pairs(reading)
                 )
         if scaled_parts is not None:
             return scaled_parts
@@ -640,7 +636,7 @@ class _Joiner:
                 is_free = is_equal and columns <= unused and len(columns) == len(reading.columns)
                 if is_free and self._are_read_unchanged(site, columns):
                     parts.append(
-                        _Rotated(value, identity_pairs(reading, ROPE), self._factor(site, value))
+                        _Rotated(value, identity_pairs(reading), self._factor(site, value))
                     )
         return next((part for part in parts if part.factor is factor), parts[0] if parts else None)
 
@@ -749,22 +745,13 @@ class _Joiner:
             ("query_rope", self.up, query, results.query_rope),
             ("kr_rows", self.down, key, results.kr_rows),
         ):
-            kind = site.readings[rotated.value].kind
-            if kind != "turned":
-                continue
-            columns = rotated.pairs.columns.flatten().sort().values
+            columns = {*rotated.pairs.columns.flatten().tolist()}
             for value, reading in site.readings.items():
-                if reading.kind != kind or value is rotated.value:
-                    continue
-                value_pairs = read_pairs(reading, ROPE, rotated.pairs)
-                if value_pairs is None or not torch.equal(
-                    value_pairs.diagonal, rotated.pairs.diagonal
-                ):
-                    continue
-                if torch.equal(value_pairs.columns.flatten().sort().values, columns):
-                    yield self._rotated_claim(
-                        part, site, _Rotated(value, value_pairs, rotated.factor), rows
-                    )
+                is_other = reading.kind == "turned" and value is not rotated.value
+                pairs = read_pairs(reading, rotated.pairs) if is_other else None
+                if pairs is not None and {*pairs.columns.flatten().tolist()} == columns:
+                    other = _Rotated(value, pairs, rotated.factor)
+                    yield self._rotated_claim(part, site, other, rows)
         yield from self._normed_claims(key_norm, "kv_rows", results.kv_rows)
         if self.up.products[0].kind is None:
             yield from self._normed_claims(
@@ -802,7 +789,3 @@ class _Joiner:
         """
         rows = rows if factor is None else self.form.times(rows, factor)
         return self.form.scaled(rows, self._scale.inverse) if is_scaled else rows
-
-    def _rows(self, site: Site, value: Value) -> Value:
-        """Returns the Value of a site as rows."""
-        return to_rows(self.form, value, site.layouts[value], site.tokens)

@@ -21,6 +21,9 @@ from mla_fusion.propose.norms import fill_products
 from mla_fusion.propose.sites import POINT, Reading, Site, to_rows
 from mla_fusion.propose.tables import assemble_table, table_candidates
 
+ROPE = 64  # the width of a rotated part that the operator has
+_HALF = ROPE // 2
+
 
 @dataclass(frozen=True)
 class Pairs:
@@ -29,8 +32,7 @@ class Pairs:
     first, second  elements of the Value
     even, odd      columns of the site
     diagonal       the factor of the even column in the first element, for one head at the first
-                   token [1, size / 2]
-    size           elements of a head
+                   token [1, ROPE / 2]
     """
 
     first: Tensor
@@ -38,20 +40,19 @@ class Pairs:
     even: Tensor
     odd: Tensor
     diagonal: Tensor
-    size: int
 
     @property
     def heads(self) -> int:
         """Returns the number of heads."""
-        return 2 * len(self.first) // self.size
+        return len(self.first) // _HALF
 
     @property
     def columns(self) -> Tensor:
-        """Returns the columns of the site as the kernel takes them [heads, size]: even beside
+        """Returns the columns of the site as the kernel takes them [heads, ROPE]: even beside
         odd.
         """
         both = torch.stack((self.even, self.odd), -1)
-        return both.reshape(self.heads, self.size)
+        return both.reshape(self.heads, ROPE)
 
     @property
     def layouts(self) -> tuple[str, str]:
@@ -65,23 +66,27 @@ class Pairs:
         """Returns, for each element of the Value, its place in the kernel's rows: halves, head
         after head.
         """
-        half = self.size // 2
-        number = torch.arange(len(self.first))
-        first_places = number // half * self.size + number % half
+        first_places = _first_halves(len(self.first))
         places = torch.empty(2 * len(self.first), dtype=torch.int64)
-        places[self.first], places[self.second] = first_places, first_places + half
+        places[self.first], places[self.second] = first_places, first_places + _HALF
         return places
 
 
-def read_pairs(reading: Reading, size: int, like: Pairs | None = None) -> Pairs | None:
+def _first_halves(count: int) -> Tensor:
+    """Returns the places of the first elements of ``count`` pairs in rows of halves."""
+    number = torch.arange(count)
+    return number // _HALF * ROPE + number % _HALF
+
+
+def read_pairs(reading: Reading, like: Pairs | None = None) -> Pairs | None:
     """Returns the pairs of a rotated Value, or None if it has none, or pairs across heads of
-    ``size``.
+    ``ROPE``.
 
     like  the query's pairs, whose factors the key follows
     """
     first_columns, second_columns = reading.columns, reading.second_columns
     assert second_columns is not None
-    if len(first_columns) % size:
+    if len(first_columns) % ROPE:
         return None
     elements: dict[tuple[int, int], list[int]] = {}
     for element, columns in enumerate(
@@ -94,99 +99,83 @@ def read_pairs(reading: Reading, size: int, like: Pairs | None = None) -> Pairs 
     first, second, low, high = (
         torch.tensor(row, dtype=torch.int64) for row in zip(*rows, strict=True)
     )
-    half = size // 2
-    heads = torch.arange(len(first)) // half
-    if not (torch.equal(first // size, heads) and torch.equal(second // size, heads)):
+    heads = torch.arange(len(first)) // _HALF
+    if not (torch.equal(first // ROPE, heads) and torch.equal(second // ROPE, heads)):
         return None
     # the factors of the first token are enough
     low_factors, high_factors = (factors[:1] for factors in reading.factors)
     straight = low_factors[:, first], high_factors[:, second]
     crossed = high_factors[:, first], low_factors[:, second]
     if like is None:
-        is_even = (straight[0] == straight[1]).all(0) | ~(crossed[0] == crossed[1]).all(0)
-        diagonal = torch.where(is_even, straight[0], crossed[0])[:1, :half]
+        straight_equal, crossed_equal = straight[0] == straight[1], crossed[0] == crossed[1]
     else:
-        diagonal = like.diagonal
-    repeated = diagonal.repeat(1, len(first) // half)
-    is_even = (straight[0] == repeated).all(0) | ~(crossed[0] == repeated).all(0)
+        diagonal = like.diagonal.repeat(1, len(first) // _HALF)
+        straight_equal, crossed_equal = straight[0] == diagonal, crossed[0] == diagonal
+    is_even = straight_equal.all(0) | ~crossed_equal.all(0)
     return Pairs(
         first,
         second,
         torch.where(is_even, low, high),
         torch.where(is_even, high, low),
-        torch.where(is_even, straight[0], crossed[0])[:1, :half],
-        size,
+        torch.where(is_even, straight[0], crossed[0])[:1, :_HALF],
     )
 
 
-def rotated_pairs(site: Site, size: int) -> list[tuple[Value, Pairs]]:
-    """Returns the rotated Values of a site that are pairs of heads of ``size``, with their
+def rotated_pairs(site: Site) -> list[tuple[Value, Pairs]]:
+    """Returns the rotated Values of a site that are pairs of heads of ``ROPE``, with their
     pairs.
     """
     pairs_of = {
-        value: read_pairs(reading, size)
+        value: read_pairs(reading)
         for value, reading in site.readings.items()
         if reading.kind == "turned"
     }
     return [(value, pairs) for value, pairs in pairs_of.items() if pairs is not None]
 
 
-def identity_pairs(reading: Reading, size: int) -> Pairs:
+def identity_pairs(reading: Reading) -> Pairs:
     """Returns the pairs of a Value that is only moved: a rotation by cos 1 and sin 0."""
-    half, count = size // 2, len(reading.columns) // 2
-    number = torch.arange(count)
-    first = number // half * size + number % half
-    second = first + half
-    ones = torch.ones(1, half, dtype=torch.int64)
-    even, odd = reading.columns[first], reading.columns[second]
-    return Pairs(first, second, even, odd, ones, size)
+    first = _first_halves(len(reading.columns) // 2)
+    second = first + _HALF
+    ones = torch.ones(1, _HALF, dtype=torch.int64)
+    return Pairs(first, second, reading.columns[first], reading.columns[second], ones)
 
 
 def read_tables(site: Site, value: Value, pairs: Pairs) -> tuple[Value, Value]:
-    """Returns cos and sin [tokens, size] of the first head.
+    """Returns cos and sin [tokens, ROPE] of the first head.
 
     They are what the graph makes of ones in the even columns, and of ones in the odd. The model's
     own tables replace them if the numbers are the same.
     """
-    form, half = site.projections.form, pairs.size // 2
+    form, reading = site.projections.form, site.readings[value]
     rows = to_rows(form, value, site.layouts[value], site.tokens)
 
     def made_of(columns: Tensor, elements: Tensor) -> Value:
         """Returns what the graph makes of ones in these columns, as columns of a table."""
         ones = torch.zeros(1, site.columns, dtype=torch.float32)
-        ones[0, columns[:half]] = 1
-        row = form.take(rows, 1, elements[:half].tolist())
+        ones[0, columns[:_HALF]] = 1
+        row = form.take(rows, 1, elements[:_HALF].tolist())
         return fill_products(site, row, form.constant(ones))
 
-    first, second = pairs.first, pairs.second
-    cos = made_of(pairs.even, first), made_of(pairs.odd, second)
-    sin = form.negated(made_of(pairs.odd, first)), made_of(pairs.even, second)
+    def factors_of(columns: Tensor, elements: Tensor) -> Tensor:
+        """Returns the factors of these columns that probing saw, as columns of a table."""
+        low, high = reading.factors
+        is_low = reading.columns[elements] == columns
+        return torch.where(is_low, low[:, elements], high[:, elements])[:, :_HALF]
+
+    cos = (pairs.even, pairs.first), (pairs.odd, pairs.second)
+    sin = (pairs.odd, pairs.first), (pairs.even, pairs.second)
     evaluation = Evaluation(site.projections.binding(site.tokens, 1), site.layouts, {}, POINT)
     candidates = table_candidates(site, evaluation)
     tables_read = []
-    for parts in (cos, sin):
+    for halves in (cos, sin):
+        parts = [made_of(*half) for half in halves]
+        numbers = [factors_of(*half) for half in halves]
+        if halves is sin:  # the first half of the kernel's row has minus the sine
+            parts[0], numbers[0] = form.negated(parts[0]), (POINT.p - numbers[0]) % POINT.p
         table = form.join(parts, 1)
-        numbers = _table_numbers(site, value, pairs, is_sine=parts is sin)
-        model_table = assemble_table(site, numbers, candidates)
+        model_table = assemble_table(site, torch.cat(numbers, 1), candidates)
         if model_table is None and table.active:
             raise Departure("rope.absent", "the tables are made of activations", [value])
         tables_read.append(table if model_table is None else model_table)
     return tables_read[0], tables_read[1]
-
-
-def _table_numbers(site: Site, value: Value, pairs: Pairs, is_sine: bool) -> Tensor:
-    """Returns what probing saw of a table [tokens, size]."""
-    reading, half = site.readings[value], pairs.size // 2
-    columns, (low, high) = reading.columns, reading.factors
-
-    def factor(elements: Tensor, of_columns: Tensor) -> Tensor:
-        """Returns the factors of these columns in these elements, for the first head."""
-        is_low = columns[elements] == of_columns
-        return torch.where(is_low, low[:, elements], high[:, elements])[:, :half]
-
-    first, second, even, odd = pairs.first, pairs.second, pairs.even, pairs.odd
-    if is_sine:
-        halves = (POINT.p - factor(first, odd)) % POINT.p, factor(second, even)
-    else:
-        halves = factor(first, even), factor(second, odd)
-    return torch.cat(halves, 1)

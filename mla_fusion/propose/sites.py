@@ -144,6 +144,11 @@ class Site:
         """Returns the products, with bytes brought back to floats."""
         return [product.root for product in self.products]
 
+    @cached_property
+    def layers(self) -> list[Value]:
+        """Returns the products, in floats and as they are."""
+        return [*self.roots, *(product.dot for product in self.products)]
+
     @property
     def tokens(self) -> int:
         """Returns the number of tokens."""
@@ -175,11 +180,6 @@ class Site:
                 part = part * pow(field.number(product.number, POINT), -1, POINT.p) % POINT.p
             tensors[product.root] = part.reshape(binding.shape(self.layouts[product.root]))
         return tensors
-
-    @cached_property
-    def _outside_readings(self) -> dict[Value, Reading | None]:
-        """Returns the readings of Values outside the cone."""
-        return {}
 
     @cached_property
     def cone(self) -> list[Value]:
@@ -280,15 +280,9 @@ class Site:
         return {values[place]: reading for place, reading in cone.readings.items()}
 
     def reading_of(self, value: Value) -> Reading | None:
-        """Returns the reading of a Value that need not be in the cone, or None."""
+        """Returns the reading of a Value that is in the cone or computed from it, or None."""
         if value in self.readings:
             return self.readings[value]
-        if value not in self._outside_readings:
-            self._outside_readings[value] = self._read_outside(value)
-        return self._outside_readings[value]
-
-    def _read_outside(self, value: Value) -> Reading | None:
-        """Returns the reading of a Value outside the cone that is computed from it."""
         with suppress(Mixed):
             self.layouts.update(layouts_of([value], self.layouts))
         return next(self._probe([value]), None) if value in self.layouts else None

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import mla_fusion as mf
 from mla_fusion.report.staging import REMEDIES, Leftover
-from tests.catalogue import ENTRIES, base, prologues
+from tests.catalogue import ENTRIES, base, prologues, rotations
 from tests.catalogue.base import (
     BLOCK_SIZE,
     BLOCKS,
@@ -324,3 +324,16 @@ def test_a_staged_fusion_stores_the_rows_of_the_model(kr_layout: str) -> None:
     assert fusion.placement.startswith("staged") and not fusion.warnings
     for one, other in zip(given, wanted, strict=True):
         assert (one.float() - other.float()).norm() <= 5e-3 * other.float().norm()
+
+
+class ReadsOldKeys(rotations.GptjStack):
+    def forward(self, *given: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        old = given[4].float().sum()
+        return super().forward(*given), old
+
+
+def test_a_key_cache_that_is_read_before_keeps_the_layout_of_the_model() -> None:
+    config = mf.Config(kr_layout="half", verify="all")
+    (fusion,) = mf.explain(traced_graph(ReadsOldKeys(), *paged_args()), config, boundary=True).fused
+    assert fusion.staged_by[0].code == "cache.old_rows_read" and not fusion.warnings
+    assert fusion.verified == "verified"
