@@ -73,7 +73,8 @@ def _number(v: Tensor) -> Tensor:
 _STEPS: dict[str, Step] = {
     # no token is another's, and later ones are scaled
     "late": lambda v, i: (v * (1 + torch.relu(_number(v) - 100))).to(v.dtype),
-    "late_by_a_power": lambda v, i: (v * (1 + (_number(v) / 100) ** 40)).to(v.dtype),
+    # a power of 40 would make the largest byte of what one rounding leaves of zero
+    "late_by_a_power": lambda v, i: (v * (1 + (_number(v) / 100) ** 8)).to(v.dtype),
     **{f"repeated_{times}": _repeated(times) for times in (6, 21, 321, 656)},
     **{f"expanded_{times}": _expanded(times) for times in (321, 656)},
     "interleaved_321": _interleaved(321),
