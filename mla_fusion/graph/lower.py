@@ -260,23 +260,6 @@ class Lowering:
             raise LookupError(value)
         return self.b.call(operator, *map(self.of, value.sources))
 
-    def _reduce(self, value: Value, source: Value) -> Any:
-        """The sum along axes."""
-        options = {} if value.active else {"dtype": value.dtype}
-        return self.b.call(aten.sum.dim_IntList, self.of(source), list(value.literal), **options)
-
-    def _dot(self, value: Value, left: Value, right: Value) -> Any:
-        """A product of matrices in the wider of the operands' dtypes."""
-        left_handle, right_handle = self._operands(value)
-        dtype = torch.promote_types(self.b.dtype(left_handle), self.b.dtype(right_handle))
-        if dtype.itemsize == 1:
-            raise LookupError(value)
-        by_rank = {2: aten.mm.default, 3: aten.bmm.default}
-        product = by_rank.get(len(value.shape), aten.matmul.default)
-        return self.b.call(
-            product, self.b.cast(left_handle, dtype), self.b.cast(right_handle, dtype)
-        )
-
     def _reshape(self, value: Value, source: Value) -> Any:
         """The source in another shape."""
         handle = self.known[source] if source in self.known else self.of(source)
