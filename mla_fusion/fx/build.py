@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import cache, cached_property, reduce
+from functools import cached_property, reduce
 from itertools import count
 from typing import Any
 
@@ -21,14 +21,9 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from mla_fusion.compat import (
-    FakeTensor,
     FloorDiv,
-    OpOverload,
-    schema_of,
-    storage_id,
-    without_fake_mode,
 )
-from mla_fusion.fx.kinds import attribute, dtype_of, shape_of, signature, value_of
+from mla_fusion.fx.kinds import attribute, dtype_of, shape_of, value_of
 from mla_fusion.fx.sizes import expression, is_symbolic, known, same, same_shape, sizes_of
 from mla_fusion.fx.vector_numbers import Exact
 from mla_fusion.fx.workplace import created
@@ -178,7 +173,6 @@ class GraphBuilder(Builder):
         self._fake_mode = fake_mode_of(self.source)
         self._point: Node | None = None
         self._is_propagating = False
-        self._results: dict[object, tuple[Any, bool]] = {}
 
     @cached_property
     def _size_nodes(self) -> dict[Any, Node]:
@@ -250,36 +244,7 @@ class GraphBuilder(Builder):
             (args, kwargs), lambda node: faked(node.meta["val"], self._fake_mode)
         )
         with nullcontext() if self._is_propagating else self.propagating():
-            key = None
-            if self._fake_mode and _is_functional(op):
-                key = op, _described(fake_args), _described(list(fake_kwargs.items()))
-            try:
-                earlier = self._results.get(key)
-            except TypeError:  # a symbolic size has no hash
-                earlier = key = None
-            if earlier is None:
-                results = op(*fake_args, **fake_kwargs)
-                if key is not None:
-                    self._results[key] = results, _is_view(results, fake_args)
-                return results
-            # an equal layer: tensors like the first one's, at a tenth of the cost
-            results, is_view = earlier
-            with without_fake_mode():
-                if isinstance(results, torch.Tensor):
-                    return self._another(results, fake_args[0] if is_view else None)
-                return tuple(map(self._another, results))
-
-    def _another(self, value: torch.Tensor, memory: torch.Tensor | None = None) -> torch.Tensor:
-        """Returns a fake tensor like ``value``, in memory of its own or as a view of ``memory``."""
-        layout = value.shape, value.stride()
-        if memory is not None:
-            meta = torch.empty(0, dtype=value.dtype, device="meta")
-            meta.set_(memory.untyped_storage(), value.storage_offset(), *layout)
-        elif value.numel():
-            meta = torch.empty_strided(*layout, dtype=value.dtype, device="meta")
-        else:
-            return value  # no memory to share: an output that is not asked for
-        return FakeTensor(self._fake_mode, meta, value.device)
+            return op(*fake_args, **fake_kwargs)
 
     def shape(self, value: Node) -> Sequence[Any]:
         return tuple(shape_of(value))
@@ -362,33 +327,6 @@ class GraphBuilder(Builder):
         if shared is None or not self._is_defined(shared):
             shared = self._shared[key] = recipe(self)
         return shared
-
-
-@cache
-def _is_functional(op: Any) -> bool:
-    """Returns True if all results are new tensors, or the only one may be a view."""
-    if not isinstance(op, OpOverload) or signature(op).is_mutable:
-        return False
-    returns = schema_of(op).returns
-    are_tensors = all(str(result.type) == "Tensor" for result in returns)
-    return are_tensors and (len(returns) == 1 or not signature(op).may_alias)
-
-
-def _is_view(result: Any, args: Any) -> bool:
-    """Returns True if a result lies in the memory of the first argument."""
-    values = result, args[0] if args else None
-    if not all(isinstance(value, torch.Tensor) for value in values):
-        return False
-    return len(set(map(storage_id, values))) == 1
-
-
-def _described(value: Any) -> object:
-    """Returns a key of arguments. Equal keys give results of equal shapes, strides and dtypes."""
-    if isinstance(value, torch.Tensor):
-        return tuple(value.shape), value.stride(), value.storage_offset(), value.dtype, value.device
-    if isinstance(value, (list, tuple)):
-        return tuple(map(_described, value))
-    return type(value), value
 
 
 def describe_attributes(gm: GraphModule) -> list[Node]:

@@ -19,8 +19,7 @@ from mla_fusion.compat import HigherOrderOperator, OpOverload, overload_name, sc
 
 # Casts among these do not count when a prologue is searched. With float16 among them, a float16
 # model is recognised and then refused by name. float8 and integers are quantisation.
-MODEL_FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-_MODEL_FLOATS = frozenset(MODEL_FLOATS)
+MODEL_FLOATS = frozenset((torch.bfloat16, torch.float16, torch.float32, torch.float64))
 
 # These keep all elements and their order. A name with "_copy" behind it does, too.
 _RESHAPES = frozenset(
@@ -239,7 +238,7 @@ def is_model_cast(node: Node) -> bool:
     if not is_cast(node):
         return False
     values = map(value_of, (*node.all_input_nodes[:1], node))
-    return {value.dtype for value in values if isinstance(value, torch.Tensor)} <= _MODEL_FLOATS
+    return {value.dtype for value in values if isinstance(value, torch.Tensor)} <= MODEL_FLOATS
 
 
 def is_writer(node: Node) -> bool:
@@ -334,12 +333,8 @@ def heeds_strides(node: Node) -> bool:
 
 def count_operators(gm: GraphModule) -> dict[str, int]:
     """Returns how often each operator is called, the most frequent first."""
-    targets = [node.target for node in gm.graph.nodes if node.op == "call_function"]
-    # counted by id: hashes and names of operators are slow
-    by_identity = {id(target): target for target in targets}
-    counts = Counter[str]()
-    for identity, count in Counter(map(id, targets)).items():
-        target = by_identity[identity]
-        # str of a Python function has its address
-        counts[target.__name__ if isfunction(target) else str(target)] += count
-    return dict(counts.most_common())
+    counts = Counter(node.target for node in gm.graph.find_nodes(op="call_function"))
+    return {  # str of a Python function has its address
+        target.__name__ if isfunction(target) else str(target): count
+        for target, count in counts.most_common()
+    }

@@ -21,14 +21,7 @@ from mla_fusion.graph.numbers import MINUS_ONE, number
 
 
 @operator("add", "sub", "subtract", "rsub")
-def add_scaled(c: Call, x: Any, other: Any, alpha: Any = 1) -> Any:
-    """The sum or difference of two operands, ``other`` times ``alpha``."""
-    if isinstance(x, Pair) or isinstance(other, Pair):
-        if not (isinstance(x, Pair) and isinstance(other, Pair)):
-            raise Departs
-        inner = Call(c.form, c.name, c.shape, torch.float32)
-        parts = (x.real, other.real), (x.imag, other.imag)
-        return Pair(*(add_scaled(inner, part, other_part, alpha) for part, other_part in parts))
+def _(c: Call, x: Any, other: Any, alpha: Any = 1) -> Any:
     augend, addend = c.value(x), c.value(other)
     if c.name == "rsub":
         augend, addend = addend, augend
@@ -90,10 +83,6 @@ def _sorted(*values: Value) -> list[Value]:
 
 @operator("div", "divide", "true_divide", "floor_divide")
 def _(c: Call, x: Any, other: Any, rounding_mode: str | None = None) -> Any:
-    if isinstance(x, Pair):
-        divisor = c.value(other)
-        inner = Call(c.form, "div", c.shape, torch.float32)
-        return x.each(lambda part: inner.product([(part, 1), (divisor, -1)]))
     dividend, denominator = c.value(x), _factor(c, other)
     if c.name == "floor_divide" or rounding_mode:
         return quotient(c, dividend, denominator, rounding_mode or "floor")
@@ -269,6 +258,8 @@ def matrix_product(c: Call, x: Value, other: Value) -> Value:
     Otherwise the result is opaque: raises Departs.
     """
     form, dtype = c.form, c.dtype
+    if min(len(x.shape), len(other.shape)) < 2:
+        raise Departs
     if not dtype.is_floating_point and dtype != torch.int32:
         raise Departs
     if x.active or other.active:
@@ -277,12 +268,6 @@ def matrix_product(c: Call, x: Value, other: Value) -> Value:
         raise Departs  # the result is opaque
     else:  # x times a weight: casts that change no number are left out
         x, other = form.bare(x, False), form.bare(other, False)
-    if len(other.shape) == 1:
-        product = matrix_product(c, x, form.reshape(other, (*other.shape, 1)))
-        return form.reshape(product, product.shape[:-1])
-    if len(x.shape) == 1:
-        product = matrix_product(c, form.reshape(x, (1, *x.shape)), other)
-        return form.reshape(product, (*product.shape[:-2], *product.shape[-1:]))
     if len(other.shape) > 2 or len(x.shape) > 2:
         leading = broadcast((x.shape[:-2], other.shape[:-2]))
         if not (len(other.shape) == 2 and leading == x.shape[:-2]):
@@ -291,7 +276,7 @@ def matrix_product(c: Call, x: Value, other: Value) -> Value:
     return form.dot(x, other)
 
 
-@operator("mm", "bmm", "matmul", "_int_mm", "mv", "dot")
+@operator("mm", "bmm", "matmul", "_int_mm")
 def _(c: Call, x: Value, mat2: Any = None, **operands: Any) -> Value:
     other = mat2 if mat2 is not None else next(iter(operands.values()))
     return matrix_product(c, x, other)
@@ -378,10 +363,10 @@ def _(c: Call, x: Pair) -> Value:
 # operators that are applied to the real and the imaginary part alike
 OF_PARTS = frozenset(
     "view _unsafe_view reshape unsqueeze squeeze expand permute transpose t slice select split "
-    "split_with_sizes unbind clone alias detach index index_select contiguous _to_copy cat stack "
+    "split_with_sizes unbind clone alias detach index index_select contiguous _to_copy "
     "lift_fresh_copy embedding".split()
 )
 OF_COMPLEX = frozenset(  # operators whose rules take complex tensors
-    "add sub neg mul div view_as_real view_as_real_copy _conj conj conj_physical _conj_physical "
+    "neg mul view_as_real view_as_real_copy _conj conj conj_physical _conj_physical "
     "real imag".split()
 )

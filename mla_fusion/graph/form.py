@@ -401,9 +401,7 @@ class Form:
             self.assumed.append(f"input {value.sources[0].literal} holds numbers below 2**31")
             return self.cast(value.sources[0], dtype)
         inner = strip(value, "expand")
-        if inner.is_number and (
-            dtype.is_floating_point or _is_representable(inner.literal[1], dtype)
-        ):
+        if inner.is_number and dtype.is_floating_point:
             return self.filled(inner.literal[1], value.shape, dtype)
         if value.op in MOVES and value.op != "join":
             return self.rebuilt(value, [self.cast(value.sources[0], dtype)])
@@ -629,7 +627,7 @@ class Form:
     def take(self, value: Value, axis: int, places: Sequence[int]) -> Value:
         """Elements of an axis at literal places.
 
-        The selection moves inside joins, products, slices and gathers.
+        The selection moves inside joins and slices.
         """
         axis, places = axis % len(value.shape), _as_range(places)
         if places == range(value.shape[axis]):
@@ -649,10 +647,6 @@ class Form:
             _, start, step = value.literal
             inner_places = range(start, start + value.shape[axis] * step, step)
             return self.take(value.sources[0], axis, _chosen(inner_places, places))
-        if value.op == "gather" and value.literal == axis and not isinstance(places, range):
-            base, index = value.sources
-            if index.op == "constant" and len(index.shape) == 1:
-                return self.take(base, axis, _chosen(index.literal.tensor.tolist(), places))
         if value.op == "join" and value.literal == axis:
             return self._take_of_join(value, axis, places)
         if value.op == "reshape":
@@ -660,8 +654,6 @@ class Form:
             is_joined = (inner.op, inner.literal) == ("join", inner_axis)
             if inner_axis is not None and (inner.op == "expand" or is_joined):
                 return self.reshape(self.take(inner, inner_axis, places), shape)
-        if value.op == "product":
-            return self._take_of_product(value, axis, places, shape)
         if value.op == "expand":
             inner = value.sources[0]
             inner_axis = axis - len(value.shape) + len(inner.shape)
@@ -716,24 +708,6 @@ class Form:
                 return None
         return self.join([self.take(part, axis, run) for part, run in runs], axis)
 
-    def _take_of_product(
-        self, value: Value, axis: int, places: Sequence[int], shape: Shape
-    ) -> Value | None:
-        """A selection of a product whose factors are joins or constant along the axis; None for
-        others.
-        """
-        factors = list[Factor]()
-        for source, exponent in zip(value.sources, value.literal[0], strict=True):
-            inner_axis = axis - len(value.shape) + len(source.shape)
-            inner: Value | None = source
-            if inner_axis >= 0 and source.shape[inner_axis] != 1:
-                is_join = source.op == "join" and source.literal == inner_axis
-                inner = self._take_of_join(source, inner_axis, places) if is_join else None
-            if inner is None:
-                return None
-            factors.append((inner, exponent))
-        return self.expand(self.product(factors, value.literal[1]), shape)
-
     def join(self, values: Sequence[Value], axis: int) -> Value:
         """The Values side by side along an axis. Neighbouring slices of one Value become one
         slice.
@@ -749,8 +723,6 @@ class Form:
         filled = filled_with(first)
         if filled is not None and all(filled_with(value) is filled for value in values):
             return self.expand(filled, shape)
-        if all(value.op == "constant" for value in values):
-            return self.constant(torch.cat([value.literal.tensor for value in values], axis))
         numbers = {self.split(value)[0] for value in values}
         if len(numbers) == 1 and numbers != {ONE}:
             unscaled = [self.split(value)[1] for value in values]
@@ -794,12 +766,9 @@ class Form:
         if index.op == "constant" and len(index.shape) == 1:
             return self.take(base, axis, index.literal.tensor.tolist())
         filled = filled_with(index)
-        if filled is not None and len(index.shape) <= 1:
+        if filled is not None and prod(index.shape) == 1:
             place = int(filled.literal[1].ratio)
-            row = self.slice(base, axis, place, place + 1)
-            if not index.shape:
-                return self.reshape(row, shape)
-            return self.expand(row, shape)
+            return self.reshape(self.slice(base, axis, place, place + 1), shape)
         times, base = self.split(base)
         if filled_with(base) is not None:
             return self.scaled(self.expand(base.sources[0], shape), times)
@@ -1115,11 +1084,3 @@ def is_widening(cast: Value) -> bool:
         return False
     limits = torch.iinfo(source), torch.iinfo(dtype)
     return limits[1].min <= limits[0].min and limits[1].max >= limits[0].max
-
-
-def _is_representable(value: Number, dtype: torch.dtype) -> bool:
-    """True if an integer dtype holds the number."""
-    if dtype == torch.bool or value.roots or value.ratio.denominator != 1:
-        return False
-    limits = torch.iinfo(dtype)
-    return limits.min <= value.ratio <= limits.max

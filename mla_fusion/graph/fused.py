@@ -13,7 +13,7 @@ from typing import Any
 from mla_fusion.graph import quantise
 from mla_fusion.graph.call import Call, Departs, operator
 from mla_fusion.graph.form import Form, Value
-from mla_fusion.graph.numbers import MINUS_ONE, Number, is_open
+from mla_fusion.graph.numbers import Number, is_open
 from mla_fusion.meta import number_formats
 
 
@@ -94,19 +94,13 @@ def _(
     c: Call, input: Value, r1: Value, r2: Value, rotary_mode: Any = "half", rotate: Any = None
 ) -> Value:
     form = c.form
-    if not input.active:
+    if not input.active or rotate is not None or rotary_mode not in ("half", "interleave", None):
         raise Departs
-    if rotate is not None:
-        rotated_half = form.dot(input, form.expand(rotate, (*input.shape[:-2], *rotate.shape[-2:])))
-    elif rotary_mode in ("half", None):
+    if rotary_mode != "interleave":
         return apply_rope(form, input, r1, r2, interleaved=False)
-    elif rotary_mode == "interleave":
-        size = input.shape[-1]
-        pairs = form.reshape(input, (*input.shape[:-1], size // 2, 2))
-        even, odd = form.slice(pairs, -1, 0, 1), form.slice(pairs, -1, 1, 2)
-        rotated_half = form.reshape(form.join([form.scaled(odd, MINUS_ONE), even], -1), input.shape)
-    else:
-        raise Departs
+    pairs = form.reshape(input, (*input.shape[:-1], input.shape[-1] // 2, 2))
+    even, odd = form.slice(pairs, -1, 0, 1), form.slice(pairs, -1, 1, 2)
+    rotated_half = form.reshape(form.join([form.negated(odd), even], -1), input.shape)
     r1, r2 = form.bare(r1), form.bare(r2)
     return form.plus(form.times(input, r1), form.times(rotated_half, r2))
 

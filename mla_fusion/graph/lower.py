@@ -22,7 +22,7 @@ from torch.fx import Node
 from mla_fusion.compat import without_fake_mode
 from mla_fusion.fx.build import Builder
 from mla_fusion.graph.columns import Groups, groups_of
-from mla_fusion.graph.form import Value, broadcast, filled_with
+from mla_fusion.graph.form import Value
 from mla_fusion.graph.numbers import MINUS_ONE, ONE, Number, number
 from mla_fusion.graph.read import Graph
 
@@ -32,7 +32,6 @@ _POWERS = {
     Fraction(-1, 2): aten.rsqrt.default,
     Fraction(-1): aten.reciprocal.default,
 }
-_NO_OPTIONS = "([], '')"
 _BYTES = {torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu}
 
 
@@ -149,36 +148,6 @@ class Lowering:
             return self.b.call(aten.div.Tensor, handle, divisor)
         return self.b.call(aten.mul.Tensor, handle, self._scalar(times))
 
-    def _multiply(self, factors: Iterable[tuple[Any, Fraction]], times: Number) -> Any:
-        """The product of handles to exponents, times a number."""
-        product = None
-        for handle, exponent in sorted(factors, key=lambda factor: factor[1] < 0):
-            if product is not None and exponent == -1:
-                product = self.b.call(aten.div.Tensor, product, handle)
-                continue
-            if exponent in _POWERS:
-                handle = self.b.call(_POWERS[exponent], handle)
-            elif exponent != 1:
-                handle = self.b.call(aten.pow.Tensor_Scalar, handle, self._scalar(number(exponent)))
-            product = handle if product is None else self.b.call(aten.mul.Tensor, product, handle)
-        return self._scale(product, times)
-
-    def _add(self, terms: Iterable[tuple[Fraction, Any]], numbers: Iterable[Number]) -> Any:
-        """The sum of coefficients times handles, plus numbers."""
-        total = None
-        for times, handle in sorted(terms, key=lambda term: term[0] != 1):
-            if total is None:
-                total = self._scale(handle, number(times))
-            elif times == -1:
-                total = self.b.call(aten.sub.Tensor, total, handle)
-            else:
-                alpha = {} if times == 1 else {"alpha": self._scalar(number(times))}
-                total = self.b.call(aten.add.Tensor, total, handle, **alpha)
-        for constant in numbers:
-            if constant.ratio:
-                total = self.b.call(aten.add.Tensor, total, self._scalar(constant))
-        return total
-
     # -- operations
 
     def _compute(self, value: Value) -> Any:
@@ -211,71 +180,32 @@ class Lowering:
         """Coefficients times sources, added up."""
         coefficients, constant = value.literal
         terms = zip(coefficients, self._operands(value), strict=True)
-        return self._add(terms, [number(constant)])
+        total = None
+        for times, handle in sorted(terms, key=lambda term: term[0] != 1):
+            if total is None:
+                total = self._scale(handle, number(times))
+            elif times == -1:
+                total = self.b.call(aten.sub.Tensor, total, handle)
+            else:
+                alpha = {} if times == 1 else {"alpha": self._scalar(number(times))}
+                total = self.b.call(aten.add.Tensor, total, handle, **alpha)
+        if not constant:
+            return total
+        return self.b.call(aten.add.Tensor, total, self._scalar(number(constant)))
 
     def _product(self, value: Value, *sources: Value) -> Any:
         """Sources to exponents, multiplied."""
         exponents, times = value.literal
         if not sources:
             return self._full(value, ())
-        return self._multiply(zip(self._operands(value), exponents, strict=True), times)
-
-    def _function(self, value: Value, *sources: Value) -> Any:
-        """Arithmetic that is no exact sum or product, each operand in its own dtype."""
-        name, literals = value.literal
-        tensors = [source for source in sources if filled_with(source) is None]
-        if not tensors:
-            raise LookupError(value)
-        if name == "sum":
-            times, constant = literals
-            numbers, terms = [number(constant)], []
-            for coefficient, source in zip(times, sources, strict=True):
-                filled = filled_with(source)
-                if filled is None:
-                    terms.append((coefficient, self.of(source)))
-                else:
-                    numbers.append(number(coefficient) * filled.literal[1])
-            handle = self._add(terms, numbers)
-        elif name == "product":
-            exponents, times = literals
-            handle = self._multiply(zip(map(self.of, sources), exponents, strict=True), times)
-        elif name == "quotient":
-            dividend, divisor_value = sources
-            filled = filled_with(divisor_value)
-            divisor = self.of(divisor_value) if filled is None else self._scalar(filled.literal[1])
-            handle = self.b.call(
-                aten.div.Tensor_mode, self.of(dividend), divisor, rounding_mode="floor"
-            )
-        else:
-            handle = self._call_named(value, name, literals)
-        operand_shape = broadcast(source.shape for source in tensors)
-        return handle if operand_shape == value.shape else self._broadcast(handle, value.shape)
-
-    def _call_named(self, value: Value, name: str, literals: Any) -> Any:
-        """Calls the aten operator with the function's name. Raises LookupError if it has
-        literals.
-        """
-        operator = getattr(getattr(aten, name, None), "default", None)
-        if operator is None or literals not in ((), _NO_OPTIONS):
-            raise LookupError(value)
-        return self.b.call(operator, *map(self.of, value.sources))
-
-    def _reduce(self, value: Value, source: Value) -> Any:
-        """The sum along axes."""
-        options = {} if value.active else {"dtype": value.dtype}
-        return self.b.call(aten.sum.dim_IntList, self.of(source), list(value.literal), **options)
-
-    def _dot(self, value: Value, left: Value, right: Value) -> Any:
-        """A product of matrices in the wider of the operands' dtypes."""
-        left_handle, right_handle = self._operands(value)
-        dtype = torch.promote_types(self.b.dtype(left_handle), self.b.dtype(right_handle))
-        if dtype.itemsize == 1:
-            raise LookupError(value)
-        by_rank = {2: aten.mm.default, 3: aten.bmm.default}
-        product = by_rank.get(len(value.shape), aten.matmul.default)
-        return self.b.call(
-            product, self.b.cast(left_handle, dtype), self.b.cast(right_handle, dtype)
-        )
+        product = None
+        for handle, exponent in zip(self._operands(value), exponents, strict=True):
+            if exponent in _POWERS:
+                handle = self.b.call(_POWERS[exponent], handle)
+            elif exponent != 1:
+                handle = self.b.call(aten.pow.Tensor_Scalar, handle, self._scalar(number(exponent)))
+            product = handle if product is None else self.b.call(aten.mul.Tensor, product, handle)
+        return self._scale(product, times)
 
     def _reshape(self, value: Value, source: Value) -> Any:
         """The source in another shape."""
@@ -290,11 +220,8 @@ class Lowering:
         """The source broadcast to the Value's shape."""
         if source.is_number:
             return self._full(source, value.shape)
-        return self._broadcast(self.of(source), value.shape)
-
-    def _broadcast(self, handle: Any, shape: Sequence[int]) -> Any:
-        """A handle broadcast to a shape."""
-        sizes = [self.b.size(size, handle) for size in self._shape(shape)]
+        handle = self.of(source)
+        sizes = [self.b.size(size, handle) for size in self._shape(value.shape)]
         return self.b.call(aten.expand.default, handle, sizes)
 
     def _slice(self, value: Value, source: Value) -> Any:

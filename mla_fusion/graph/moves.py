@@ -273,10 +273,6 @@ def _(c: Call, x: Value, index: Value | None = None, dim: int = 0, **options: An
     row_index = _row_index(c, index, dim, dim + 1)
     if row_index is not None:
         return c.form.gather(x, dim, row_index)
-    if index.op == "constant":
-        rows = index.literal.tensor.movedim(dim, -1).reshape(-1, index.shape[dim])
-        if bool((rows == rows[:1]).all()):
-            return c.form.take(x, dim, rows[0].tolist())
     if dim == 1 and len(x.shape) == 2:  # single elements of each row
         return _gather_in_rows(c, x, index)
     raise Departs
@@ -466,11 +462,6 @@ def _write_slice(
             return form.reshape(
                 _write_slice(c, flat, rows, dim, first, first + part_count, 1), x.shape
             )
-    is_run = is_part and step == 1
-    parts = _changed_parts(form, x, src, dim, first) if is_run and src.op == "join" else []
-    if len(parts) == 1 and parts[0][0] is not src:
-        ((src, first),) = parts
-        return _write_slice(c, x, src, dim, first, first + src.shape[dim], 1)
     is_rows = src.active and not form.keeps_parts
     if is_rows and _is_memory(x) and dim < len(x.shape) - 1 and is_part:
         inner = Call(form, "places", (count,), torch.int64)
@@ -524,8 +515,6 @@ def _(c: Call, condition: Any = None, x: Any = None, other: Any = None, **option
     mask = filled_with(condition)
     if mask is not None:
         return c.form.expand(value if mask.literal[1].ratio else other_value, c.shape)
-    if value is other_value:
-        return c.form.expand(value, c.shape)
     guarded = quantise.without_zero_guard(c, condition, value, other_value)
     if guarded is not None:
         return c.form.expand(guarded, c.shape)
@@ -539,13 +528,6 @@ def _select_by_mask(c: Call, mask: torch.Tensor, value: Value, other_value: Valu
     added.
     """
     form = c.form
-    if any(
-        operand.op == "function" and operand.literal[0] == "number"
-        for operand in (value, other_value)
-    ):
-        return form.expand(
-            c.function("where", (), form.constant(mask), value, other_value), c.shape
-        )
     masks = (form.constant(side_mask.float()) for side_mask in (mask, ~mask))
     parts = [
         form.times(side_mask, form.bare(operand))

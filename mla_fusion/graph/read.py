@@ -547,9 +547,9 @@ class Graph:
         """What the rule or the decomposition makes of a call; None: it is opaque."""
         has_pairs = any(map(_has_pair, arguments.values()))
         if has_pairs and call.name in arithmetic.OF_PARTS:
-            part = _call_of_parts(call)
-            if part is None:
+            if not isinstance(call.dtype, torch.dtype) or not call.dtype.is_complex:
                 return None
+            part = Call(self.form, call.name, call.shape, torch.float32)
             real, imag = (
                 self.run(
                     part,
@@ -559,14 +559,7 @@ class Graph:
                 )
                 for side in ("real", "imag")
             )
-            if real is None or imag is None:
-                return None
-            if isinstance(real, list):
-                return [
-                    Pair(real_part, imag_part)
-                    for real_part, imag_part in zip(real, imag, strict=True)
-                ]
-            return Pair(real, imag)
+            return None if real is None or imag is None else Pair(real, imag)
         rule = RULES.get(call.name)
         if rule is not None and (not has_pairs or call.name in arithmetic.OF_COMPLEX):
             try:
@@ -837,16 +830,6 @@ def _part_of(argument: Any, side: str) -> Any:
     if isinstance(argument, list):
         return [_part_of(item, side) for item in argument]
     return getattr(argument, side) if isinstance(argument, Pair) else argument
-
-
-def _call_of_parts(call: Call) -> Call | None:
-    """The call for the real parts of complex tensors; None if the result is real."""
-    is_single = isinstance(call.dtype, torch.dtype)
-    dtypes = [call.dtype] if is_single else call.dtype
-    if not all(dtype is None or dtype.is_complex for dtype in dtypes):
-        return None
-    real = torch.float32 if is_single else [torch.float32] * len(dtypes)
-    return Call(call.form, call.name, call.shape, real)
 
 
 def _is_literal(value: Value) -> bool:
