@@ -222,7 +222,7 @@ class Planner:
         setting = Setting(self.boundary, config.machine)
         writes = self.projections.sites[proposal.x].writes
         caches = place_rows(graph, proposal, Rewrites(graph.form, claims), writes, setting)
-        for write in caches.writes.values() if isinstance(caches, InPlace) else ():
+        for write in caches.writes.values():
             if _writer(graph, write) is None:
                 detail = f"a step writes into {write.cache.name} where it lies"
                 return Staged((Obstacle("cache.not_functional", detail),))
@@ -263,9 +263,8 @@ class Planner:
             for multiple in graph.multiples.get(value, [value])
             for node in graph.nodes_in_any_shape(multiple)
         ]
-        if isinstance(caches, InPlace):
-            writers = (_writer(graph, write) for write in caches.writes.values())
-            starts += [node for node in writers if node is not None]
+        writers = (_writer(graph, write) for write in caches.writes.values())
+        starts += [node for node in writers if node is not None]
         try:
             region, replaced = find_region(graph, Rewrites(graph.form, claims), starts)
         except Departure as reason:  # a fused cache operator needs more than the rows
@@ -405,7 +404,7 @@ def _slot_assumptions(plan: Plan, config: Config, boundary: bool) -> list[str]:
     """
     caches, graph = plan.caches, plan.graph
     is_hidden = any(cache in graph.hidden for _, cache, _ in plan.written_caches)
-    if not isinstance(caches, InPlace) or is_hidden or not caches.trusted_inputs:
+    if is_hidden or not caches.trusted_inputs:
         return []
     if boundary and config.slots == "checked":
         return []
