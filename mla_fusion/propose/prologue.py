@@ -20,7 +20,7 @@ from mla_fusion.exact.prove import Claim
 from mla_fusion.graph import quantise
 from mla_fusion.graph.departure import Departure
 from mla_fusion.graph.form import MOVES, Form, Value, filled_with, numbered, strip
-from mla_fusion.graph.layout import Layout, Mixed, layout_of, token_layout
+from mla_fusion.graph.layout import Layout, layout_of, token_layout
 from mla_fusion.graph.numbers import ONE, is_open
 from mla_fusion.meta.number_formats import NumberFormat
 from mla_fusion.propose.norms import Norm, fill_products, read_norm
@@ -654,7 +654,7 @@ class _Joiner:
             for value, reading in moved_values.items()
             if columns >= {*reading.columns.tolist()}
         ]
-        seen, layouts = set[Value](), dict(site.layouts)
+        seen = set[Value]()
         while stack:
             for user in self.projections.users.get(stack.pop(), ()):
                 is_attention = user.op == "opaque" and "attention" in str(user.literal)
@@ -663,12 +663,6 @@ class _Joiner:
                 is_multiple = user.op == "product" and len(user.sources) == 1
                 if user.op != "cast" and user.op not in MOVES and not is_multiple:
                     return False
-                try:
-                    layouts[user] = layout_of(user, layouts)
-                except Mixed:
-                    return False
-                except KeyError:  # an operand has no layout
-                    pass
                 seen.add(user)
                 stack.append(user)
         return True
