@@ -131,19 +131,19 @@ class Proposal:
             """Returns an argument of the other prologue."""
             return form.renamed(argument, substitutes) if isinstance(argument, Value) else argument
 
-        return Proposal(
-            new(self.x),
-            {argument: new(argument_value) for argument, argument_value in self.arguments.items()},
-            leaves,
-            None,
-            [Claim(claim.part, new(claim.graph), new(claim.kernel)) for claim in self.claims],
-            [
-                Claim(claim.part, new(claim.graph), new(claim.kernel))
-                for claim in self.optional_claims
-            ],
-            [new(value) for value in self.products],
-            self.rotation,
-            self.identity_reason,
+        claims, optional_claims = (
+            [Claim(claim.part, new(claim.graph), new(claim.kernel)) for claim in own_claims]
+            for own_claims in (self.claims, self.optional_claims)
+        )
+        return replace(
+            self,
+            x=new(self.x),
+            arguments={name: new(argument) for name, argument in self.arguments.items()},
+            results=leaves,
+            definitions=None,
+            claims=claims,
+            optional_claims=optional_claims,
+            products=list(map(new, self.products)),
         )
 
 
