@@ -146,9 +146,8 @@ def _roles(plan: Plan, x_roles: dict[Node, str]) -> dict[Node, str]:
         roles[cache] = "tiles" if plan.modes[1] == _PACKED else "cache"
         if name == "kr_cache" and plan.warnings:
             roles[cache] = "halves"
-    if isinstance(plan.caches, InPlace):
-        for leaf, role in plan.caches.trusted_inputs.items():
-            roles |= {node: role for node in graph.nodes[leaf] if node.op == "placeholder"}
+    for leaf, role in plan.caches.trusted_inputs.items():
+        roles |= {node: role for node in graph.nodes[leaf] if node.op == "placeholder"}
 
     def operands(node: Node) -> list[Node]:
         """Returns the nodes above a node, except x and what comes before it."""

@@ -25,7 +25,7 @@ from mla_fusion.graph.read import Graph
 from mla_fusion.machine import is_for_ge
 from mla_fusion.observe import leftovers
 from mla_fusion.observe.gain import seconds_saved
-from mla_fusion.plan.caches import InPlace, Staged
+from mla_fusion.plan.caches import Staged
 from mla_fusion.plan.contract import OPERATOR
 from mla_fusion.plan.outputs import first_nodes
 from mla_fusion.plan.plan import Plan
@@ -261,9 +261,8 @@ def _is_written_back(plan: Plan, cache: Node) -> bool:
         return True
     if any(word(user) == "copy_" and user.args[0] is cache for user in cache.users):
         return True
-    caches = plan.caches
-    assert isinstance(caches, InPlace)
-    written_values = {write.value for write in caches.writes.values() if write.cache is cache}
+    writes = plan.caches.writes.values()
+    written_values = {write.value for write in writes if write.cache is cache}
     cache_nodes = [node for node, value in plan.replaced.items() if value in written_values]
     return any(is_mutating(step) for node in cache_nodes for step in upward(node, views_and_writes))
 

@@ -6,9 +6,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import ClassVar
 
 import torch
 from torch.fx import Node
@@ -83,31 +84,29 @@ class Write:
 class InPlace:
     """The plan in which the kernel writes the caches.
 
-    kv              the write of the latents
-    kr              the write of the rotated keys; None if one cache holds packed rows
-    slots           the row numbers of both writes
+    writes          the writes by the names of the results; one if the rows are packed
+    slots           the row numbers of all writes
     mode            the operator's cache_mode
     trusted_inputs  the inputs that are trusted to hold valid row numbers, with their roles
     """
 
-    kv: Write
-    kr: Write | None  # None: rows are packed into one cache
+    writes: Mapping[str, Write]
     slots: Value
     mode: str
     trusted_inputs: Roles
 
-    @property
-    def writes(self) -> dict[str, Write]:
-        """Returns the writes by the names of the results."""
-        kr = {} if self.kr is None else {"kr_cache": self.kr}
-        return {"kv_cache": self.kv, **kr}
-
 
 @dataclass(frozen=True)
 class Staged:
-    """The plan in which the kernel returns the new rows, and the model's own writes stay."""
+    """The plan in which the kernel returns the new rows, and the model's own writes stay.
+
+    The kernel then writes no cache.
+    """
 
     obstacles: tuple[Obstacle, ...]
+    writes: ClassVar[Mapping[str, Write]] = {}
+    mode: ClassVar[str] = "TND"
+    trusted_inputs: ClassVar[Roles] = {}
 
 
 def place_rows(
@@ -153,7 +152,7 @@ def place_rows(
         obstacles.append(Obstacle("slots.unproven", detail))
     if obstacles or trusted_leaves is None:
         return Staged(tuple(obstacles))
-    return InPlace(kv, kr, kv.slots, kv.value.literal or "PA_BSND", trusted_leaves)
+    return InPlace(writes_by_name, kv.slots, kv.value.literal or "PA_BSND", trusted_leaves)
 
 
 _CHANNELS, _PACKED = 2, 3  # kv_cache_quant_mode

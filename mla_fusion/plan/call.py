@@ -9,7 +9,6 @@ import operator
 from typing import Any
 
 import torch
-from torch.fx import Node
 
 from mla_fusion.fx.build import Builder
 from mla_fusion.fx.module_path import label
@@ -153,17 +152,16 @@ def _gamma(builder: Builder, plan: Plan, name: str) -> Any:
     def recipe(builder: Builder) -> Any:
         return Lowering(builder, graph, {}, set(leaves).__contains__).of(value, torch.bfloat16)
 
-    wide = [node for node in leaves if _is_wide(node)]
+    wide = [
+        node
+        for node in leaves
+        if node.op == "placeholder" and node.meta["val"].dtype != torch.bfloat16
+    ]
     if not wide or len(leaves) > 1:
         return recipe(builder)
     kind = str(wide[0].meta["val"].dtype).removeprefix("torch.")
     text = f"the numbers of {label(wide[0])}, a norm weight in {kind}, are not all bfloat16 numbers"
     return builder.packed(name, recipe, leaves, exact=Exact("norm.gamma_dtype", text))
-
-
-def _is_wide(node: Node) -> bool:
-    """Returns True if the node is an input with a dtype other than bfloat16."""
-    return node.op == "placeholder" and node.meta["val"].dtype != torch.bfloat16
 
 
 def _cast_scale(builder: Builder, value: Any, is_of_blocks: bool) -> Any:

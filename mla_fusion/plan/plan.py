@@ -132,7 +132,7 @@ class Plan:
         attributes: dict[str, Any] = {
             "rmsnorm_epsilon_cq": _epsilon(arguments["rmsnorm_epsilon_cq"]),
             "rmsnorm_epsilon_ckv": _epsilon(arguments["rmsnorm_epsilon_ckv"]),
-            "cache_mode": self.caches.mode if isinstance(self.caches, InPlace) else "TND",
+            "cache_mode": self.caches.mode,
         }
         if not self.read_results.isdisjoint(("query_norm", "dequant_scale_q_norm")):
             attributes["query_norm_flag"] = True
@@ -149,10 +149,9 @@ class Plan:
 
         It is empty for a staged plan.
         """
-        writes = self.caches.writes if isinstance(self.caches, InPlace) else {}
         return tuple(
             (name, write.cache, tuple(map(self.graph.unbound, write.shape)))
-            for name, write in writes.items()
+            for name, write in self.caches.writes.items()
         )
 
     @cached_property

@@ -27,7 +27,7 @@ from mla_fusion.plan.caches import PAIRS, InPlace, Obstacle, Setting, Staged, Wr
 from mla_fusion.plan.outputs import is_size
 from mla_fusion.plan.plan import Plan
 from mla_fusion.plan.region import find_region, nodes_between
-from mla_fusion.plan.structure import Structures
+from mla_fusion.plan.structure import structure_of
 from mla_fusion.propose.cache_variants import cache_variants
 from mla_fusion.propose.padded import pad_heads
 from mla_fusion.propose.prologue import Proposal
@@ -67,7 +67,7 @@ class Planner:
         self.graph, self.projections, self.config = graph, projections, config
         self.boundary = boundary
         self.taken_writes = set[Value]()
-        self._structures = Structures(graph)
+        self._structures: dict[object, int] = {}  # their numbers
         self._size_assumptions: dict[object, tuple[str, ...]] = {}  # by structure
         self._proofs: dict[object, tuple[list[Value], tuple[list[int], int] | Departure]] = {}
 
@@ -113,7 +113,7 @@ class Planner:
         plan = self._place(proposal, claims, compared)
         outputs = (node for node in plan.replaced if self.graph.base(node).op == "call_function")
         policy.check_functional(self.graph, (*plan.inputs, *outputs))
-        plan.structure = self._structures.number_of(plan)
+        self._number(plan)
         key = plan.structure, proposal.arguments["token_x"].active
         sizes = self._size_assumptions.get(key)
         computed_nodes = nodes_between(plan.replaced, plan.inputs)
@@ -124,7 +124,7 @@ class Planner:
             if plan is first_plan:
                 self._size_assumptions[key] = sizes
             else:
-                plan.structure = self._structures.number_of(plan)
+                self._number(plan)
         assumptions = [
             *plan.warnings,
             *_slot_assumptions(plan, self.config, self.boundary),
@@ -134,6 +134,10 @@ class Planner:
             *self._node_assumptions(plan, {*plan.region, *computed_nodes, *_slot_nodes(plan)}),
         ]
         return replace(plan, assumptions=(*assumptions, *sizes))
+
+    def _number(self, plan: Plan) -> None:
+        """Gives a plan the number of its structure."""
+        plan.structure = self._structures.setdefault(structure_of(plan), len(self._structures))
 
     def _node_assumptions(self, plan: Plan, nodes: set[Node]) -> Iterator[str]:
         """Yields what is assumed about the nodes of a plan, and about how x becomes bytes."""
@@ -222,7 +226,7 @@ class Planner:
         setting = Setting(self.boundary, config.machine)
         writes = self.projections.sites[proposal.x].writes
         caches = place_rows(graph, proposal, Rewrites(graph.form, claims), writes, setting)
-        for write in caches.writes.values() if isinstance(caches, InPlace) else ():
+        for write in caches.writes.values():
             if _writer(graph, write) is None:
                 detail = f"a step writes into {write.cache.name} where it lies"
                 return Staged((Obstacle("cache.not_functional", detail),))
@@ -263,9 +267,8 @@ class Planner:
             for multiple in graph.multiples.get(value, [value])
             for node in graph.nodes_in_any_shape(multiple)
         ]
-        if isinstance(caches, InPlace):
-            writers = (_writer(graph, write) for write in caches.writes.values())
-            starts += [node for node in writers if node is not None]
+        writers = (_writer(graph, write) for write in caches.writes.values())
+        starts += [node for node in writers if node is not None]
         try:
             region, replaced = find_region(graph, Rewrites(graph.form, claims), starts)
         except Departure as reason:  # a fused cache operator needs more than the rows
@@ -405,7 +408,7 @@ def _slot_assumptions(plan: Plan, config: Config, boundary: bool) -> list[str]:
     """
     caches, graph = plan.caches, plan.graph
     is_hidden = any(cache in graph.hidden for _, cache, _ in plan.written_caches)
-    if not isinstance(caches, InPlace) or is_hidden or not caches.trusted_inputs:
+    if is_hidden or not caches.trusted_inputs:
         return []
     if boundary and config.slots == "checked":
         return []

@@ -1,7 +1,7 @@
-"""Numbers plans by structure, so that the layers of a model share their verdicts.
+"""Describes the structure of plans, so that the layers of a model share their verdicts.
 
-``planner.py`` asks the contract, and ``commit/verify.py`` the witness, once for each number. What
-these verdicts depend on is equal for plans of one number.
+``planner.py`` numbers structures. It asks the contract, and ``commit/verify.py`` the witness, once
+for each number. What these verdicts depend on is equal for plans of one number.
 """
 
 from __future__ import annotations
@@ -22,67 +22,55 @@ from mla_fusion.plan.plan import Plan
 from mla_fusion.plan.region import activation_nodes
 
 
-class Structures:
-    """Numbers the plans of one graph."""
+def structure_of(plan: Plan) -> object:
+    """Returns a key that is equal for plans that differ only in the names of nodes and inputs.
 
-    def __init__(self, graph: Graph) -> None:
-        self._graph = graph
-        self._kinds: dict[Node, object] = {}
-        self._numbers: dict[object, int] = {}
+    It stands for the nodes from x to what is replaced, with dtypes, strides and what is known of
+    parameters. It also stands for the Values and for the call.
+    """
+    graph, arguments, ends = plan.graph, plan.proposal.arguments, activation_nodes(plan)
+    argument_nodes = source_nodes(graph, plan.values.values())
+    caches = [cache for _, cache, _ in plan.written_caches]
+    nodes = reached(
+        (*plan.region, *argument_nodes, *caches),
+        lambda node: () if node in ends else node.all_input_nodes,
+    )
+    numbers = {node: number for number, node in enumerate(nodes)}
+    steps = [
+        (_kind_of(graph, node), ends.get(node) or _describe_call(node, numbers)) for node in numbers
+    ]
+    token_x = arguments["token_x"]
+    sides = [*plan.replaced.values(), *plan.proposal.products]
+    for node in plan.replaced:
+        sides += values_of(graph.readings[node])
+    key, _ = numbered(
+        [plan.proposal.x, *plan.values.values(), *sides],
+        [token_x, *plan.results.values()],
+        token_x.serial,
+    )
+    return (
+        tuple(steps),
+        tuple(numbers[node] for node in (*argument_nodes, *plan.replaced)),
+        tuple(
+            (name, numbers[cache], cache in graph.hidden, tuple(map(str, shape)))
+            for name, cache, shape in plan.written_caches
+        ),
+        frozenset(_kind_of(graph, node) for node in plan.inputs),
+        key,
+        tuple(
+            (name, None if isinstance(argument, Value) else argument)
+            for name, argument in arguments.items()
+        ),
+        tuple(plan.attributes.items()),
+        type(plan.caches),
+    )
 
-    def number_of(self, plan: Plan) -> int:
-        """Returns a number that is equal for plans that differ only in the names of nodes and
-        inputs.
 
-        It stands for the nodes from x to what is replaced, with dtypes, strides and what is known
-        of parameters. It also stands for the Values and for the call.
-        """
-        graph, arguments, ends = self._graph, plan.proposal.arguments, activation_nodes(plan)
-        argument_nodes = source_nodes(graph, plan.values.values())
-        caches = [cache for _, cache, _ in plan.written_caches]
-        nodes = reached(
-            (*plan.region, *argument_nodes, *caches),
-            lambda node: () if node in ends else node.all_input_nodes,
-        )
-        numbers = {node: number for number, node in enumerate(nodes)}
-        steps = [
-            (self._kind_of(node), ends.get(node) or _describe_call(node, numbers))
-            for node in numbers
-        ]
-        token_x = arguments["token_x"]
-        sides = [*plan.replaced.values(), *plan.proposal.products]
-        for node in plan.replaced:
-            sides += values_of(graph.readings[node])
-        key, _ = numbered(
-            [plan.proposal.x, *plan.values.values(), *sides],
-            [token_x, *plan.results.values()],
-            token_x.serial,
-        )
-        structure = (
-            tuple(steps),
-            tuple(numbers[node] for node in (*argument_nodes, *plan.replaced)),
-            tuple(
-                (name, numbers[cache], cache in graph.hidden, tuple(map(str, shape)))
-                for name, cache, shape in plan.written_caches
-            ),
-            frozenset(map(self._kind_of, plan.inputs)),
-            key,
-            tuple(
-                (name, None if isinstance(argument, Value) else argument)
-                for name, argument in arguments.items()
-            ),
-            tuple(plan.attributes.items()),
-            type(plan.caches),
-        )
-        return self._numbers.setdefault(structure, len(self._numbers))
-
-    def _kind_of(self, node: Node) -> object:
-        """Returns the dtype, shape and strides that a node holds, and for an input whose it is."""
-        if node not in self._kinds:
-            is_parameter, note = node in self._graph.parameters, node.meta.get(HOLDS_BFLOAT16)
-            origin = (node.op, is_parameter, note) if node.op in INPUTS else None
-            self._kinds[node] = origin, _describe(node.meta.get("val"))
-        return self._kinds[node]
+def _kind_of(graph: Graph, node: Node) -> object:
+    """Returns the dtype, shape and strides that a node holds, and for an input whose it is."""
+    is_parameter, note = node in graph.parameters, node.meta.get(HOLDS_BFLOAT16)
+    origin = (node.op, is_parameter, note) if node.op in INPUTS else None
+    return origin, _describe(node.meta.get("val"))
 
 
 def _describe_call(node: Node, numbers: Mapping[Node, int]) -> object:

@@ -10,20 +10,21 @@ adds or multiplies on the way. Candidates for epsilon are the numbers under the 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from fractions import Fraction
 from math import prod
 
 import torch
 
-from mla_fusion.exact import field
-from mla_fusion.exact.evaluate import Evaluation, Undecided, computed_from, layouts_of
+from mla_fusion.exact.evaluate import computed_from
+from mla_fusion.exact.prove import Claim, prove
 from mla_fusion.graph.departure import Departure
 from mla_fusion.graph.form import Value
 from mla_fusion.graph.fused import rms_norm
-from mla_fusion.graph.layout import Binding, Mixed, cuts_of, token_layout
+from mla_fusion.graph.layout import token_layout
 from mla_fusion.graph.numbers import Number
-from mla_fusion.propose.sites import POINT, Site, to_rows
+from mla_fusion.propose.sites import Site, to_rows
 
 
 @dataclass(frozen=True)
@@ -45,14 +46,15 @@ class Norm:
 def fill_products(site: Site, value: Value, fill: Value) -> Value:
     """Returns ``value`` computed from other numbers in place of the site's products.
 
-    fill  a row [1, columns], or one number
+    fill  rows [tokens, columns], one row [1, columns], or one number
     """
     form, start, substitutes = site.projections.form, 0, dict[Value, Value]()
     for product in site.products:
-        width = product.columns
+        width, shape = product.columns, product.root.shape
         row = form.slice(fill, 1, start, start + width) if fill.shape else fill
         row = form.scaled(row, product.number.inverse)
-        substitutes[product.root] = form.expand(row, product.root.shape)
+        is_all = prod(row.shape) == prod(shape)
+        substitutes[product.root] = form.reshape(row, shape) if is_all else form.expand(row, shape)
         start += width
     return form.substituted(value, substitutes)
 
@@ -114,27 +116,14 @@ def _epsilon_candidates(site: Site, value: Value, size: int) -> Iterator[Fractio
 
 
 def _first_true_norm(site: Site, rows: Value, norms: Sequence[Norm]) -> Norm | None:
-    """Returns the first norm that gives the rows at a random point, or None."""
-    form = site.projections.form
-    columns = form.take(site.columns_leaf, 1, norms[0].columns.tolist())
-    norm_values = [rms_norm(form, columns, norm.gamma, norm.epsilon)[0] for norm in norms]
-    activations = {root: site.layouts[root] for root in site.roots}
-    activations[site.columns_leaf] = token_layout((site.tokens,), site.columns_leaf.shape[1:])
-    try:
-        layouts = layouts_of([rows, *norm_values], activations)
-        binding = Binding(cuts_of(layouts.values()), site.tokens)
-        tensor = field.random(site.rows.serial, binding.shape(activations[site.columns_leaf]))
-        tensors = {**site.split_rows(tensor, binding), site.columns_leaf: tensor}
-        evaluation = Evaluation(binding, layouts, tensors, POINT)
-        evaluation.run([rows, *norm_values])
-    except (Mixed, Undecided):
-        return None
-    expected = evaluation.tensors[rows]
-    return next(
-        (
-            norm
-            for norm, norm_value in zip(norms, norm_values, strict=True)
-            if torch.equal(evaluation.tensors[norm_value], expected)
-        ),
-        None,
-    )
+    """Returns the first norm that makes the rows of the site's products, or None."""
+    form, leaf = site.projections.form, site.columns_leaf
+    activations = {leaf: token_layout((site.tokens,), (site.columns,))}
+    made_rows = fill_products(site, rows, leaf)
+    for norm in norms:
+        columns = form.take(leaf, 1, norm.columns.tolist())
+        normed = rms_norm(form, columns, norm.gamma, norm.epsilon)[0]
+        with suppress(Departure):
+            prove(activations, site.tokens, [Claim("norm", made_rows, normed)])
+            return norm
+    return None

@@ -20,7 +20,7 @@ from mla_fusion.exact.prove import Claim
 from mla_fusion.graph import quantise
 from mla_fusion.graph.departure import Departure
 from mla_fusion.graph.form import MOVES, Form, Value, filled_with, numbered, strip
-from mla_fusion.graph.layout import Layout, Mixed, layout_of, token_layout
+from mla_fusion.graph.layout import Layout, layout_of, token_layout
 from mla_fusion.graph.numbers import ONE, is_open
 from mla_fusion.meta.number_formats import NumberFormat
 from mla_fusion.propose.norms import Norm, fill_products, read_norm
@@ -131,19 +131,19 @@ class Proposal:
             """Returns an argument of the other prologue."""
             return form.renamed(argument, substitutes) if isinstance(argument, Value) else argument
 
-        return Proposal(
-            new(self.x),
-            {argument: new(argument_value) for argument, argument_value in self.arguments.items()},
-            leaves,
-            None,
-            [Claim(claim.part, new(claim.graph), new(claim.kernel)) for claim in self.claims],
-            [
-                Claim(claim.part, new(claim.graph), new(claim.kernel))
-                for claim in self.optional_claims
-            ],
-            [new(value) for value in self.products],
-            self.rotation,
-            self.identity_reason,
+        claims, optional_claims = (
+            [Claim(claim.part, new(claim.graph), new(claim.kernel)) for claim in own_claims]
+            for own_claims in (self.claims, self.optional_claims)
+        )
+        return replace(
+            self,
+            x=new(self.x),
+            arguments={name: new(argument) for name, argument in self.arguments.items()},
+            results=leaves,
+            definitions=None,
+            claims=claims,
+            optional_claims=optional_claims,
+            products=list(map(new, self.products)),
         )
 
 
@@ -654,7 +654,7 @@ class _Joiner:
             for value, reading in moved_values.items()
             if columns >= {*reading.columns.tolist()}
         ]
-        seen, layouts = set[Value](), dict(site.layouts)
+        seen = set[Value]()
         while stack:
             for user in self.projections.users.get(stack.pop(), ()):
                 is_attention = user.op == "opaque" and "attention" in str(user.literal)
@@ -663,12 +663,6 @@ class _Joiner:
                 is_multiple = user.op == "product" and len(user.sources) == 1
                 if user.op != "cast" and user.op not in MOVES and not is_multiple:
                     return False
-                try:
-                    layouts[user] = layout_of(user, layouts)
-                except Mixed:
-                    return False
-                except KeyError:  # an operand has no layout
-                    pass
                 seen.add(user)
                 stack.append(user)
         return True

@@ -217,7 +217,12 @@ class Site:
     def _facts_of(self, values: list[Value]) -> ConeFacts:
         """Returns the facts of a cone: the layouts that can be followed from its products."""
         places = {value: place for place, value in enumerate(values)}
-        layouts = {product.root: _root_layout(product) for product in self.products}
+        tokens = {
+            product.dot: token_layout(product.dot.shape[:1], product.dot.shape[1:])
+            for product in self.products
+        }
+        layouts_to_roots = layouts_of(self.roots, tokens)
+        layouts = {root: layouts_to_roots[root] for root in self.roots}
         for value in self.cone[len(layouts) :]:
             if any(source in layouts for source in value.sources):
                 with suppress(Mixed):
@@ -334,13 +339,6 @@ class Site:
                 elements = evaluation.flat(value)
                 tensors[value] = elements.reshape(binding.copies, binding.period, -1)
         return tensors
-
-
-def _root_layout(product: Projection) -> Layout:
-    """Returns the layout of a product's root."""
-    rows, columns = product.dot.shape
-    layouts = layouts_of([product.root], {product.dot: token_layout((rows,), (columns,))})
-    return layouts[product.root]
 
 
 def _is_computed_from(value: Value, roots: Iterable[Value]) -> bool:

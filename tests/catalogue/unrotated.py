@@ -139,7 +139,7 @@ class NoRopeClamped(NoRope):
         return x.clamp(-1, 1)
 
 
-@miss("rope.absent", tags="rope", of="NoRope")
+@miss(STAGED, tags="rope, run", of="NoRope")
 class NoRopeShifted(NoRope):
     def rotate_k(self, k_pe: Tensor, c: Tensor, s: Tensor) -> Tensor:
         return k_pe.roll(1, 0)
