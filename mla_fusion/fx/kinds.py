@@ -271,11 +271,6 @@ def filled_with(node: Node) -> float | None:
     NaN stands for memory that is not written. None for other nodes.
     """
     name = word(node)
-    if name in ("full_like", "new_full"):
-        number, tensor = argument(node, "fill_value"), value_of(node)
-        if not isinstance(number, (int, float)) or not isinstance(tensor, torch.Tensor):
-            return None
-        return torch.tensor(float(number), dtype=torch.float64).to(tensor.dtype).double().item()
     return float("nan") if name in _UNWRITTEN else _FILLED.get(name)
 
 
@@ -333,7 +328,7 @@ def heeds_strides(node: Node) -> bool:
 
 def count_operators(gm: GraphModule) -> dict[str, int]:
     """Returns how often each operator is called, the most frequent first."""
-    counts = Counter(node.target for node in gm.graph.find_nodes(op="call_function"))
+    counts = Counter(node.target for node in gm.graph.nodes if node.op == "call_function")
     return {  # str of a Python function has its address
         target.__name__ if isfunction(target) else str(target): count
         for target, count in counts.most_common()

@@ -770,8 +770,6 @@ class Form:
             place = int(filled.literal[1].ratio)
             return self.reshape(self.slice(base, axis, place, place + 1), shape)
         times, base = self.split(base)
-        if filled_with(base) is not None:
-            return self.scaled(self.expand(base.sources[0], shape), times)
         rows = self.make("gather", (base, index), axis, shape, base.dtype)
         return self.scaled(rows, times)
 
