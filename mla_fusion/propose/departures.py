@@ -14,6 +14,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
 from heapq import heappop, heappush
+from itertools import combinations
 from math import prod
 from operator import attrgetter
 from typing import NamedTuple
@@ -323,13 +324,9 @@ class _NearMisses:
 
         A step with a code of its own comes first.
         """
-        token_cut = self._token_cut(layers, steps)
-        reasons_of_steps = [
-            self._odd_step(step, layers) or (token_cut and token_cut.step is step and token_cut)
-            for step in steps
-        ]
-        reasons = [reason for reason in reasons_of_steps if reason]
-        return max(reasons, key=lambda reason: bool(reason.code), default=None)
+        odd_steps = (self._odd_step(step, layers) for step in steps)
+        reasons = filter(None, (*odd_steps, self._token_cut(layers, steps)))
+        return min(reasons, key=lambda reason: (not reason.code, reason.step.serial), default=None)
 
     def _odd_step(self, value: Value, layers: Sequence[Value]) -> Reason | None:
         """Returns why one step is no step of a prologue, or None."""
@@ -368,12 +365,11 @@ class _NearMisses:
         addends = [source for source in value.sources if source.model or _is_vector(source)]
         terms = [source for source in value.sources if source not in addends]
         layers_of_terms = [set(filter(_is_flat, self.layers_above(term)[0])) for term in terms]
-        for first_layers in layers_of_terms:
-            for second_layers in layers_of_terms:
-                if first_layers and second_layers and first_layers.isdisjoint(second_layers):
-                    text = f"%s {'adds' if value.op == 'sum' else 'joins'} what %s and %s make"
-                    pair = min(first_layers, key=_serial), min(second_layers, key=_serial)
-                    return Reason("linear.hidden", text, (value, *sorted(pair, key=_serial)))
+        for two_terms in combinations(filter(None, layers_of_terms), 2):
+            if two_terms[0].isdisjoint(two_terms[1]):
+                text = f"%s {'adds' if value.op == 'sum' else 'joins'} what %s and %s make"
+                pair = _sorted(min(term, key=_serial) for term in two_terms)
+                return Reason("linear.hidden", text, (value, *pair))
         is_wide = bool(layers) and prod(value.shape) > layers[0].shape[0]
         if value.op == "sum" and len(terms) == 1 and is_wide and _is_layer_output(terms[0]):
             bias = tuple(addends[:1])
