@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mla_fusion.exact.field import number, power
+from mla_fusion.exact.field import number
 from mla_fusion.exact.prove import Claim
 from mla_fusion.graph import quantise
 from mla_fusion.graph.departure import Departure
@@ -590,13 +590,11 @@ class _Joiner:
         """Returns the rotated parts if the query was multiplied by one number a token before, or
         None.
         """
-        if key_pairs is None:
-            return None
-        ratio = query_pairs.diagonal * power(key_pairs.diagonal, -1, POINT.p) % POINT.p
-        if not bool((ratio == ratio[:, :1]).all()):
+        multiple = None if key_pairs is None else query_pairs.multiple_of(key_pairs)
+        if key_pairs is None or multiple is None:
             return None
         factor_of_query = self.form.split(query)[0]
-        if number(factor_of_query, POINT) == int(ratio[0, 0]):
+        if number(factor_of_query, POINT) == multiple:
             return _Rotated(query, query_pairs, self.form.number(factor_of_query)), _Rotated(
                 key, key_pairs
             )
@@ -604,7 +602,7 @@ class _Joiner:
         for value, reading in self.up.readings.items():
             if reading.kind == "moved" and columns <= set(reading.columns.tolist()):
                 (ones,) = reading.factors
-                if bool((ones[0] == ratio[0, 0]).all()):
+                if bool((ones[0] == multiple).all()):
                     factor = self._factor(self.up, value)
                     return _Rotated(query, query_pairs, factor), _Rotated(key, key_pairs)
         return None
