@@ -88,14 +88,11 @@ class Writer:
             if node in self.partition.kept and node.op != "placeholder":
                 self.b.value(node)
 
-    def copy_as_input(self, node: Node) -> Node:
-        """Returns a copy of a node that is an input of the new graph, for drawn values."""
-        if node.op == "placeholder":
-            return self.b.value(node)
-        copy = self.b.gm.graph.placeholder(node.name)
-        copy.meta.update(node.meta)
-        self.b.copies[node] = copy
-        return copy
+    def copy_as_input(self, node: Node) -> None:
+        """Makes the copy of a node an input of the new graph, for drawn values."""
+        if node.op != "placeholder":
+            copy = self.b.copies[node] = self.b.gm.graph.placeholder(node.name)
+            copy.meta.update(node.meta)
 
     def _write_hidden_caches(self) -> None:
         """Copies the results into caches that the model's operator wrote against its schema."""
@@ -141,11 +138,9 @@ class Writer:
             if source in self.partition.sizes:
                 self.values[source] = self.b.size(source.meta["val"])
             elif source in self.partition.replaced:
-                self.write_replaced(source)
+                self.replaced_reads[self.write_replaced(source), source] = None
             elif source not in self.b.copies:
                 self.b.value(source)
-            if source in self.partition.replaced:
-                self.replaced_reads[self.values[source], source] = None
         copy = copied(node, self.b.gm.graph, self._new_input)
         self.b.copies[node] = copy
         return copy

@@ -87,7 +87,8 @@ def _compare_plan(plan: Plan) -> Outcome:
     writer = Writer(graph, partition, [plan], GraphBuilder(new_module, old_graph))
     for node in old_graph.find_nodes(op="placeholder"):
         writer.b.value(node)
-    copies = {node: writer.copy_as_input(node) for node in x_roles}
+    for node in x_roles:
+        writer.copy_as_input(node)
     with writer.b.propagating():
         new_nodes = {node: writer.write_replaced(node) for node in plan.replaced}
     new_module.graph.output(tuple(new_nodes.values()))
@@ -106,10 +107,8 @@ def _compare_plan(plan: Plan) -> Outcome:
             block_size = graph.sizes[slot_block_size]
         elif slot_block_size and not is_open(slot_block_size):
             block_size = slot_block_size
-    cut = {node: copy for node, copy in copies.items() if node.op != "placeholder"}
-    for node in roles:
-        if node.op == "get_attr" and node in writer.b.copies:
-            cut[node] = writer.b.copies[node]
+    copies = writer.b.copies
+    cut = {node: copies[node] for node in roles if node.op != "placeholder" and node in copies}
     return compare(
         old_graph,
         new_module,

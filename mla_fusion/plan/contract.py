@@ -25,6 +25,7 @@ from mla_fusion.meta.check import bound
 from mla_fusion.meta.prolog import V3_FUNCTIONAL
 from mla_fusion.plan.call import emit_call
 from mla_fusion.plan.plan import Plan
+from mla_fusion.plan.policy import check_functional
 
 OPERATOR = V3_FUNCTIONAL.name.removesuffix("_functional")  # the name in messages
 
@@ -62,13 +63,13 @@ def check_contract(plan: Plan, config: Config, source: Graph) -> tuple[str, ...]
 
 
 def _lowering_departure(plan: Plan, error: LookupError) -> Departure:
-    """Returns why an argument cannot be computed before the call."""
+    """Returns why an argument cannot be computed before the call.
+
+    Raises Departure if a step has changed the memory that it is in.
+    """
     graph, values = plan.graph, [argument for argument in error.args if isinstance(argument, Value)]
     nodes = [node for value in values for node in graph.nodes.get(value, ())]
-    for node in nodes:
-        if graph.base(node) in graph.early_writes:
-            detail = f"a step changes {graph.base(node).name} where it lies"
-            return Departure("graph.not_functional", detail, values)
+    check_functional(graph, nodes)
     name = ", ".join(node.name for node in nodes[:1]) or str(error)
     detail = f"an argument of the call would be made of {name}"
     return Departure("step.unknown", detail, values or plan.proposal.products)

@@ -12,15 +12,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from functools import cached_property
 from heapq import heappop, heappush
+from itertools import combinations
 from math import prod
 from operator import attrgetter
 from typing import NamedTuple
 
 from torch.fx import Node
 
-from mla_fusion.exact.field import power
 from mla_fusion.fx import kinds
 from mla_fusion.fx.kinds import argument
 from mla_fusion.fx.module_path import label
@@ -31,7 +32,7 @@ from mla_fusion.graph.layout import Layout, Mixed, layout_of, token_layout
 from mla_fusion.propose.norms import read_norm
 from mla_fusion.propose.quantised import operand_format, split_blocks, unquantised_rows
 from mla_fusion.propose.rotations import ROPE, rotated_pairs
-from mla_fusion.propose.sites import POINT, Projections, Site
+from mla_fusion.propose.sites import Projections, Site, users_of
 
 _FAR = 300  # most steps between two products
 _MOVES = ("reshape", "permute", "expand", "slice")
@@ -192,11 +193,7 @@ class _NearMisses:
     @cached_property
     def users(self) -> dict[Value, list[Value]]:
         """Returns the Values that read each Value."""
-        users: dict[Value, list[Value]] = {}
-        for value in self.values:
-            for source in value.sources:
-                users.setdefault(source, []).append(value)
-        return users
+        return users_of(self.values)
 
     @cached_property
     def layers(self) -> dict[Value, list[Value]]:
@@ -323,13 +320,13 @@ class _NearMisses:
 
         A step with a code of its own comes first.
         """
-        token_cut = self._token_cut(layers, steps)
-        reasons_of_steps = [
-            self._odd_step(step, layers) or (token_cut and token_cut.step is step and token_cut)
-            for step in steps
-        ]
-        reasons = [reason for reason in reasons_of_steps if reason]
-        return max(reasons, key=lambda reason: bool(reason.code), default=None)
+        odd_steps = (self._odd_step(step, layers) for step in steps)
+        reasons = filter(None, (*odd_steps, self._token_cut(layers, steps)))
+        return min(reasons, key=lambda reason: (not reason.code, reason.step.serial), default=None)
+
+    def odd_step_below(self, layers: Sequence[Value]) -> Reason | None:
+        """Returns the first step after layers, up to the next ones, that is odd, or None."""
+        return self.first_odd_step(layers, self.steps_below(layers))
 
     def _odd_step(self, value: Value, layers: Sequence[Value]) -> Reason | None:
         """Returns why one step is no step of a prologue, or None."""
@@ -368,12 +365,11 @@ class _NearMisses:
         addends = [source for source in value.sources if source.model or _is_vector(source)]
         terms = [source for source in value.sources if source not in addends]
         layers_of_terms = [set(filter(_is_flat, self.layers_above(term)[0])) for term in terms]
-        for first_layers in layers_of_terms:
-            for second_layers in layers_of_terms:
-                if first_layers and second_layers and first_layers.isdisjoint(second_layers):
-                    text = f"%s {'adds' if value.op == 'sum' else 'joins'} what %s and %s make"
-                    pair = min(first_layers, key=_serial), min(second_layers, key=_serial)
-                    return Reason("linear.hidden", text, (value, *sorted(pair, key=_serial)))
+        for two_terms in combinations(filter(None, layers_of_terms), 2):
+            if two_terms[0].isdisjoint(two_terms[1]):
+                text = f"%s {'adds' if value.op == 'sum' else 'joins'} what %s and %s make"
+                pair = _sorted(min(term, key=_serial) for term in two_terms)
+                return Reason("linear.hidden", text, (value, *pair))
         is_wide = bool(layers) and prod(value.shape) > layers[0].shape[0]
         if value.op == "sum" and len(terms) == 1 and is_wide and _is_layer_output(terms[0]):
             bias = tuple(addends[:1])
@@ -538,10 +534,10 @@ class _NearMisses:
                 return Reason("quant.tokens_differ", text, (layer, q_layer))
             if layer.op == "opaque" and (reason := self._quantisation_reason((layer,))) is not None:
                 return reason
-        cause = self.first_odd_step(other_layers, self.steps_below(other_layers))
+        cause = self.odd_step_below(other_layers)
         if cause is not None and cause.code:
             return cause
-        cause = self.first_odd_step(up.roots, self.steps_below(up.roots))
+        cause = self.odd_step_below(up.roots)
         if cause is not None and cause.code == "linear.hidden":
             return cause
         fault = departure.values[0]
@@ -591,8 +587,7 @@ class _NearMisses:
             if product.kind is not None and not product.factors:
                 text = "%s is multiplied by no scale of columns"
                 return Reason("quant.scale", text, (product.dot,))
-            ratio = query_pairs.diagonal * power(key_pairs.diagonal, -1, POINT.p) % POINT.p
-            if bool((ratio == ratio[:, :1]).all()):
+            if query_pairs.multiple_of(key_pairs) is not None:
                 text = "%s and %s are rotated alike, and scaled differently"
                 return Reason("scale.unequal", text, (query, key))
             text = "the tables of %s and %s are not proved equal"
@@ -612,9 +607,8 @@ class _NearMisses:
             text = f"%s is rotated, no {ROPE} columns of %s are"
             return Reason("", text, ((queries or keys)[0][0], root if queries else up.roots[0]))
         text = f"no {ROPE} columns of %s or %s are rotated, or left as they are"
-        layers_of_both = [*up.layers, *down.layers]
         # a step may read products of both sites
-        cause = self.first_odd_step(layers_of_both, self.steps_below(layers_of_both))
+        cause = self.odd_step_below([*up.layers, *down.layers])
         if cause is not None and cause.code == "step.unknown":
             return Reason(
                 "", f"{text}; {cause.text}", (up.roots[0], root, *cause.values), cause.step
@@ -647,7 +641,7 @@ class _NearMisses:
         """Returns the reason if something is added to a product with W_uk, or None."""
         products = {*up.layers}
         heads = [head for head, layers, _ in self.heads if not products.isdisjoint(layers)]
-        cause = self.first_odd_step(heads, self.steps_below(heads))
+        cause = self.odd_step_below(heads)
         return cause if cause is not None and cause.code == "linear.bias" else None
 
     # -- prologues that were not proposed
@@ -715,18 +709,11 @@ def _find_norm(down: Site, steps: Sequence[Value]) -> Value | None:
         reading = down.readings.get(value)
         if reading is not None and reading.kind == "normed":
             columns = reading.columns.tolist()
-            if len({*columns}) == len(columns) == value.shape[-1] and _is_norm(down, value):
-                return value
+            if len({*columns}) == len(columns) == value.shape[-1]:
+                with suppress(Departure):
+                    read_norm(down, value, "latents")
+                    return value
     return None
-
-
-def _is_norm(site: Site, value: Value) -> bool:
-    """Returns True if the Value is an RMSNorm of its columns."""
-    try:
-        read_norm(site, value, "latents")
-    except Departure:
-        return False
-    return True
 
 
 def _is_vector(value: Value) -> bool:

@@ -9,7 +9,7 @@ adds or multiplies on the way. Candidates for epsilon are the numbers under the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from fractions import Fraction
@@ -68,30 +68,31 @@ def read_norm(site: Site, value: Value, what: str) -> Norm:
     if reading is None or reading.kind != "normed":
         raise Departure("norm.absent", f"{what} are not normed", [value])
     rows = to_rows(form, value, site.layouts[value], site.tokens)
-    columns, size = reading.columns, len(reading.columns)
-    candidates = list(dict.fromkeys(_epsilon_candidates(site, value, size)))
-    norms = []
-    for epsilon in candidates:
+    leaf, size, has_gamma = site.columns_leaf, len(reading.columns), False
+    columns = form.take(leaf, 1, reading.columns.tolist())
+    made_rows = fill_products(site, rows, leaf)
+    activations = {leaf: token_layout((site.tokens,), (site.columns,))}
+    for epsilon in dict.fromkeys(_epsilon_candidates(site, value, size)):
         row = fill_products(site, rows, form.number((1 - epsilon) / 2))
         fill_result = form.reshape(form.slice(row, 0, 0, 1), (size,))
-        scale = (1 + epsilon) / (1 - epsilon)
-        gamma = form.scaled(fill_result, Number(scale))
-        if not gamma.active:
-            norms.append(Norm(value, gamma, epsilon, columns))
-    if not norms:
+        gamma = form.scaled(fill_result, Number((1 + epsilon) / (1 - epsilon)))
+        if gamma.active:
+            continue
+        has_gamma, normed = True, rms_norm(form, columns, gamma, epsilon)[0]
+        with suppress(Departure):
+            prove(activations, site.tokens, [Claim("norm", made_rows, normed)])
+            return Norm(value, gamma, epsilon, reading.columns)
+    if not has_gamma:
         raise Departure(
             "norm.of_input", "what it is multiplied by is made of other activations", [value]
         )
-    norm = _first_true_norm(site, rows, norms)
-    if norm is None:
-        terms = (term for radicand in _sums_under_roots(site, value) for term in radicand.sources)
-        if any(prod(term.shape) == 1 and not term.active for term in terms):
-            detail = f"{what} have an epsilon that is no number of the graph"
-            raise Departure("norm.runtime_eps", detail, [value])
-        raise Departure(
-            "norm.absent", f"{size} columns are not divided by their root mean square", [value]
-        )
-    return norm
+    terms = (term for radicand in _sums_under_roots(site, value) for term in radicand.sources)
+    if any(prod(term.shape) == 1 and not term.active for term in terms):
+        detail = f"{what} have an epsilon that is no number of the graph"
+        raise Departure("norm.runtime_eps", detail, [value])
+    raise Departure(
+        "norm.absent", f"{size} columns are not divided by their root mean square", [value]
+    )
 
 
 def _sums_under_roots(site: Site, value: Value) -> Iterator[Value]:
@@ -113,17 +114,3 @@ def _epsilon_candidates(site: Site, value: Value, size: int) -> Iterator[Fractio
                 if 0 < epsilon < 1:
                     yield epsilon
     yield Fraction(0)
-
-
-def _first_true_norm(site: Site, rows: Value, norms: Sequence[Norm]) -> Norm | None:
-    """Returns the first norm that makes the rows of the site's products, or None."""
-    form, leaf = site.projections.form, site.columns_leaf
-    activations = {leaf: token_layout((site.tokens,), (site.columns,))}
-    made_rows = fill_products(site, rows, leaf)
-    for norm in norms:
-        columns = form.take(leaf, 1, norm.columns.tolist())
-        normed = rms_norm(form, columns, norm.gamma, norm.epsilon)[0]
-        with suppress(Departure):
-            prove(activations, site.tokens, [Claim("norm", made_rows, normed)])
-            return norm
-    return None

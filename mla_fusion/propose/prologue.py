@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mla_fusion.exact.field import number, power
+from mla_fusion.exact.field import number
 from mla_fusion.exact.prove import Claim
 from mla_fusion.graph import quantise
 from mla_fusion.graph.departure import Departure
@@ -345,7 +345,7 @@ class _Joiner:
         if smooth is not None:
             arguments["smooth_scales_cq"] = smooth
         if kind is not x_format and (x_format or (kind and not kind.partial)):
-            formats = [kind_of.name if kind_of else "floats" for kind_of in (x_format, kind)]
+            formats = [known.name if known else "no such format" for known in (x_format, kind)]
             detail = f"x comes in {formats[0]}, c_q in {formats[1]}"
             raise Departure("quant.mixed", detail, [down.roots[0], up.roots[0]])
         if kind is not None:
@@ -371,12 +371,11 @@ class _Joiner:
             raise Departure("quant.dynamic", "how c_q is quantised is not known", [rows])
         reading, nodes = down.reading_of(float_rows), self.projections.graph.nodes
         result = float_rows, None
-        for value, value_reading in down.readings.items():
-            if reading is None or value not in nodes or value.shape[-1:] != float_rows.shape[-1:]:
-                continue
-            if value_reading.kind != "normed" or not torch.equal(
-                value_reading.columns, reading.columns
-            ):
+        if reading is None:
+            return result
+        for value, other in down.readings.items():
+            is_same = other.kind == "normed" and torch.equal(other.columns, reading.columns)
+            if not is_same or value not in nodes or value.shape[-1:] != float_rows.shape[-1:]:
                 continue
             rows = form.reshape(value, float_rows.shape)
             ratio = strip(form.product([(float_rows, 1), (rows, -1)]), "expand")
@@ -384,13 +383,10 @@ class _Joiner:
                 result = rows, None
                 continue
             is_vector = not ratio.active and ratio.shape[-1:] == float_rows.shape[-1:]
-            if is_vector and not self._has_no_gamma(value):
+            # gamma is no part of the smooth scales
+            if is_vector and filled_with(read_norm(down, value, "latents").gamma) is None:
                 return rows, form.reshape(ratio, float_rows.shape[-1:])
         return result
-
-    def _has_no_gamma(self, value: Value) -> bool:
-        """Returns True if a normed Value is not multiplied by a weight yet."""
-        return filled_with(read_norm(self.down, value, "latents").gamma) is not None
 
     def _add_quantisation(
         self,
@@ -414,8 +410,7 @@ class _Joiner:
             latent_scales = self._latent_scales = quantise.by_row(form, rows, kind)[1]
         weights = [("uq_qr", self.up, up_columns.tolist(), latent_scales)]
         if x_format is not None:
-            product = self.down.products[0]
-            x_scales = product.blocks[0] if product.blocks else row_scales(form, product)
+            x_scales = row_scales(form, self.down.products[0])
             if x_scales is None:
                 raise Departure("quant.static", "x has no scales of its rows", [self.down.rows])
             x = form.reshape(self.down.base, self.down.rows.shape)
@@ -425,12 +420,7 @@ class _Joiner:
                 ("dkv_kr", self.down, cache_columns, x_scales),
             ]
         for name, site, columns, scales_of_rows in weights:
-            scales = [
-                product.blocks[1]
-                if product.blocks
-                else column_scales(form, product, scales_of_rows)
-                for product in site.products
-            ]
+            scales = [column_scales(form, product, scales_of_rows) for product in site.products]
             all_scales = [scale for scale in scales if scale is not None]
             if len(all_scales) < len(scales):
                 raise Departure("quant.scale", f"{name} has no scales of its columns", site.roots)
@@ -600,13 +590,11 @@ class _Joiner:
         """Returns the rotated parts if the query was multiplied by one number a token before, or
         None.
         """
-        if key_pairs is None:
-            return None
-        ratio = query_pairs.diagonal * power(key_pairs.diagonal, -1, POINT.p) % POINT.p
-        if not bool((ratio == ratio[:, :1]).all()):
+        multiple = None if key_pairs is None else query_pairs.multiple_of(key_pairs)
+        if key_pairs is None or multiple is None:
             return None
         factor_of_query = self.form.split(query)[0]
-        if number(factor_of_query, POINT) == int(ratio[0, 0]):
+        if number(factor_of_query, POINT) == multiple:
             return _Rotated(query, query_pairs, self.form.number(factor_of_query)), _Rotated(
                 key, key_pairs
             )
@@ -614,7 +602,7 @@ class _Joiner:
         for value, reading in self.up.readings.items():
             if reading.kind == "moved" and columns <= set(reading.columns.tolist()):
                 (ones,) = reading.factors
-                if bool((ones[0] == ratio[0, 0]).all()):
+                if bool((ones[0] == multiple).all()):
                     factor = self._factor(self.up, value)
                     return _Rotated(query, query_pairs, factor), _Rotated(key, key_pairs)
         return None

@@ -205,8 +205,12 @@ def read_projection(
 def column_scales(form: Form, product: Projection, step: Value | None) -> Value | None:
     """Returns the scales [columns] of the weight's columns, or None if other factors are left.
 
+    For mxfp8 they are those of its blocks.
+
     step  the scales of the rows, by which the kernel multiplies too
     """
+    if product.blocks is not None:
+        return product.blocks[1]
     columns = product.columns
     factors = list(product.factors)
     if step is not None:
@@ -220,7 +224,12 @@ def column_scales(form: Form, product: Projection, step: Value | None) -> Value 
 
 
 def row_scales(form: Form, product: Projection) -> Value | None:
-    """Returns the scales [tokens, 1] of the rows of an x that comes in quantised, or None."""
+    """Returns the scales [tokens, 1] of the rows of an x that comes in quantised, or None.
+
+    For mxfp8 they are those of its blocks.
+    """
+    if product.blocks is not None:
+        return product.blocks[0]
     tokens = product.dot.shape[0]
     factors = [
         factor for factor in product.factors if factor[0].shape[-1:] != product.dot.shape[1:]

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from mla_fusion.exact import field
 from mla_fusion.exact.evaluate import Evaluation
 from mla_fusion.graph.departure import Departure
 from mla_fusion.graph.form import Value
@@ -70,6 +71,11 @@ class Pairs:
         places = torch.empty(2 * len(self.first), dtype=torch.int64)
         places[self.first], places[self.second] = first_places, first_places + _HALF
         return places
+
+    def multiple_of(self, other: Pairs) -> int | None:
+        """Returns by what one number the factors are those of other pairs, or None."""
+        ratio = self.diagonal * field.power(other.diagonal, -1, POINT.p) % POINT.p
+        return int(ratio[0, 0]) if bool((ratio == ratio[:, :1]).all()) else None
 
 
 def _first_halves(count: int) -> Tensor:

@@ -76,8 +76,8 @@ class Projections:
     def __init__(self, graph: Graph) -> None:
         self.graph, self.form = graph, graph.form
         self.values = [value for value in order(graph.nodes) if value.active]
-        self.users = _users(self.values)
-        readers = _users(order(graph.live))  # without moves that were composed with others
+        self.users = users_of(self.values)
+        readers = users_of(order(graph.live))  # without moves that were composed with others
         products: dict[Value, list[Projection]] = {}
         for value in filter(is_projection, self.values):
             product = read_projection(self.form, value, readers, graph.multiples)
@@ -113,7 +113,7 @@ class ConeFacts:
     readings: dict[int, Reading] | None = None
 
 
-def _users(values: Iterable[Value]) -> dict[Value, list[Value]]:
+def users_of(values: Iterable[Value]) -> dict[Value, list[Value]]:
     """Returns the Values that read each Value."""
     users: dict[Value, list[Value]] = {}
     for value in values:
