@@ -262,6 +262,8 @@ def matrix_product(c: Call, x: Value, other: Value) -> Value:
         raise Departs
     if not dtype.is_floating_point and dtype != torch.int32:
         raise Departs
+    if x.shape[-1] == 1 and not (x.active or other.active):  # angles: frequencies times positions
+        return c.product([(x, 1), (other, 1)])
     if x.active or other.active:
         x, other = form.bare(x), form.bare(other)
     elif x.weight == other.weight or x.model == other.model:

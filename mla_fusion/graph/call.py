@@ -16,7 +16,16 @@ import torch
 
 from mla_fusion.fx.kinds import signature
 from mla_fusion.graph import bounds
-from mla_fusion.graph.form import Factor, Form, Term, Value, broadcast, filled_with
+from mla_fusion.graph.form import (
+    MOVES,
+    Factor,
+    Form,
+    Term,
+    Value,
+    broadcast,
+    filled_with,
+    strip,
+)
 from mla_fusion.graph.numbers import ONE, Number, is_open, literal, number
 
 
@@ -193,6 +202,12 @@ class Call:
         name      of the operator
         """
         if bounds.fits(value, dtype):
+            return value
+        rows = strip(value.sources[0], "gather", *MOVES) if value.op == "product" else value
+        if rows.op == "leaf" and dtype == torch.int32 and len(value.sources) == 1:
+            # rows of int32 block tables: block numbers times a block size
+            times = value.literal[1].ratio
+            self.form.assumed.append(f"input {rows.literal}, times {times}, is an int32")
             return value
         return self.form.function(f"{name} that overflows", (), value, dtype=dtype)
 

@@ -120,7 +120,9 @@ def _holds_bfloat16(graph: Graph, value: Value) -> bool:
     while value.dtype != torch.bfloat16 and value.op in ("reshape", "cast"):
         value = value.sources[0]
     if value.dtype == torch.bfloat16:
-        return True
+        number, inner = graph.form.split(value)
+        # any other product is exact arithmetic beside an activation, and would be rounded here
+        return number.is_power_of_two and inner.op not in ("sum", "product")
     inputs = [node for node in graph.nodes.get(value, ()) if node.op == "placeholder"]
     return bool(inputs) and all(node.meta.get(HOLDS_BFLOAT16) for node in inputs)
 

@@ -165,7 +165,8 @@ class Draws:
             return True
         # slots may be places in a table
         end = min((size for size in sizes if size > 1), default=self._end)
-        if end < self._end and any(self._leaves.get(leaf) == "slots" for leaf in leaves_above):
+        roles_above = {self._leaves.get(leaf) for leaf in leaves_above}
+        if end < self._end and not roles_above.isdisjoint(("slots", "positions")):
             self._end = end
             return True
         return False

@@ -47,6 +47,20 @@ class Fp32Gamma(Base):
         return F.rms_norm(c_kv.float(), (HCKV,), self.gamma, 1e-6).bfloat16(), k_pe
 
 
+class ScaledNorm(HfNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.to(torch.float32) * 1.0038
+        variance = x.float().pow(2).mean(-1, keepdim=True)
+        return self.weight * (wide * torch.rsqrt(variance + self.eps)).to(x.dtype)
+
+
+@miss("norm.gamma_dtype", tags="norm")
+class FactorBesideGamma(Base):
+    """The factor would be rounded with gamma to bfloat16, and be lost if gamma is 1."""
+
+    norm = ScaledNorm
+
+
 class Bf16Norm(HfNorm):
     def forward(self, x: Tensor) -> Tensor:
         return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps))

@@ -186,6 +186,26 @@ class CountedPairs(CountedPositions):
         return pairs(x, c, sn)
 
 
+@entry(IN_PLACE, source="transformers", tags="tables, symbolic, device")
+class FrequenciesTimesPositions(Base):
+    """transformers: a matrix product of frequencies, which the model keeps, with positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("inverse", 10000 ** (-torch.arange(DR // 2) / (DR // 2)))
+
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        angles = (self.inverse[None, :, None] @ slots[None, None].to(self.inverse.dtype)).transpose(
+            1, 2
+        )[0]
+        cos, sin = (
+            part.to(x.dtype) for part in (angles.repeat(1, 2).cos(), angles.repeat(1, 2).sin())
+        )
+        return super().forward(x, cos, sin, kv_cache, kr_cache, slots)
+
+
 def joined_args() -> tuple[Tensor, ...]:
     x, cos, sin, *others = paged_args()
     return (x, torch.cat([cos, sin], -1), *others)

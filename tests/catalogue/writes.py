@@ -204,6 +204,19 @@ class SlotsFromTableAndCache(SlotsFromBlockTable):
         return table.gather(1, (position // size)[:, None])[:, 0] * size + position % size
 
 
+@entry(IN_PLACE, source="vLLM", tags="cache, tables, symbolic", args=block_table_args)
+class TablesAtPositions(SlotsFromBlockTable):
+    """The block table is int32, and positions pick the rows of cos and sin too."""
+
+    def forward(self, x, cos, sin, kv_cache, kr_cache, table, position):  # type: ignore[no-untyped-def,override]
+        cos, sin = (part.repeat(4, 1)[position] for part in (cos, sin))
+        return super().forward(x, cos, sin, kv_cache, kr_cache, table.int(), position)
+
+    def slots_of(self, kv_cache: Tensor, table: Tensor, position: Tensor) -> Tensor:
+        block = table.gather(1, (position // BLOCK_SIZE).unsqueeze(1))
+        return block.flatten() * BLOCK_SIZE + (position % BLOCK_SIZE).view(1, -1).flatten()
+
+
 @entry(IN_PLACE, STAGED, source=OURS, tags="cache, layout, device")
 class HalvesOfTheBatch(Base):
     """Two micro-batches over one pair of caches: the second writes to what the first has

@@ -39,15 +39,6 @@ def test_one_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert set(row["seconds"]) >= {"fuse", "explain", "Inductor", "SubgraphMatcher"}
 
 
-@pytest.mark.exhaustive
-def test_boundary_of_one_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = measured(
-        monkeypatch, tmp_path / "step.json", "step_cost.py", "--layers", "1", "--turns", "3"
-    )
-    assert [row["setting"] for row in rows] == ["views", "counted", "rounds", "wide", "manager"]
-    assert [row["copied_bytes"] > 0 for row in rows] == [False, True, True, True, True]
-
-
 SCRIPTS = [
     path
     for path in sorted(FOLDER.glob("*.py"))
