@@ -35,7 +35,7 @@ def _(c: Call, x: Any, other: Any, alpha: Any = 1) -> Any:
 
 @operator("neg", "negative")
 def _(c: Call, x: Any) -> Any:
-    return x.each(c.form.negated) if isinstance(x, Pair) else c.product([(x, 1)], MINUS_ONE)
+    return c.product([(x, 1)], MINUS_ONE)
 
 
 @operator("mul", "multiply")
@@ -178,8 +178,6 @@ def _(c: Call, x: Value) -> Value:
 
 @operator("relu", "abs", "absolute")
 def _(c: Call, x: Any) -> Value:
-    if isinstance(x, Pair):
-        raise Departs
     if x.active and bounds.least(x) >= 0:
         return x
     return c.function("abs" if c.name == "absolute" else c.name, (), x)
@@ -366,9 +364,8 @@ def _(c: Call, x: Pair) -> Value:
 OF_PARTS = frozenset(
     "view _unsafe_view reshape unsqueeze squeeze expand permute transpose t slice select split "
     "split_with_sizes unbind clone alias detach index index_select contiguous _to_copy "
-    "lift_fresh_copy embedding".split()
+    "lift_fresh_copy embedding neg".split()
 )
 OF_COMPLEX = frozenset(  # operators whose rules take complex tensors
-    "neg mul view_as_real view_as_real_copy _conj conj conj_physical _conj_physical "
-    "real imag".split()
+    "mul view_as_real view_as_real_copy _conj conj conj_physical _conj_physical real imag".split()
 )

@@ -36,10 +36,6 @@ class Pair:
     real: Value
     imag: Value
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.real.shape
-
     def each(self, move: Callable[[Value], Value]) -> Pair:
         """The pair with ``move`` applied to both parts."""
         return Pair(move(self.real), move(self.imag))

@@ -13,30 +13,29 @@ from typing import Any
 from mla_fusion.graph import quantise
 from mla_fusion.graph.call import Call, Departs, operator
 from mla_fusion.graph.form import Form, Value
-from mla_fusion.graph.numbers import Number, is_open
+from mla_fusion.graph.numbers import is_open
 from mla_fusion.meta import number_formats
 
 
 def rms_norm(
-    form: Form, x: Value, gamma: Value | None, epsilon: Number | Fraction, rank: int = 1
+    form: Form, x: Value, gamma: Value | None, epsilon: Fraction, rank: int = 1
 ) -> tuple[Value, Value]:
     """RMSNorm over the last ``rank`` axes: the normed rows, and the factor 1 / rms of each row."""
     axes = range(len(x.shape) - rank, len(x.shape))
     squares = form.mean(form.power(x, 2), list(axes))
-    epsilon_ratio = epsilon.ratio if isinstance(epsilon, Number) else epsilon
-    step = form.power(form.total([(Fraction(1), squares)], epsilon_ratio), Fraction(-1, 2))
+    step = form.power(form.total([(Fraction(1), squares)], epsilon), Fraction(-1, 2))
     factors = [(x, 1), (step, 1)]
     if gamma is not None:
         factors.append((form.bare(gamma), 1))
     return form.product(factors), step
 
 
-def _epsilon(c: Call, operand: Any) -> Number:
-    """The epsilon argument as a number. Raises Departs if it is not a fraction."""
+def _epsilon(c: Call, operand: Any) -> Fraction:
+    """The epsilon argument as a fraction. Raises Departs if it is none."""
     epsilon = c.number_of(operand)
     if epsilon.roots:
         raise Departs
-    return epsilon
+    return epsilon.ratio
 
 
 @operator("npu::npu_rms_norm")
@@ -110,16 +109,6 @@ def _(
 PAGED = {"PA": None, "PA_BNSD": None, "PA_BSND": None, "PA_NZ": "PA_NZ"}
 
 
-def key_rows(
-    form: Form, kv: Value, gamma: Value, cos: Value, sin: Value, epsilon: Number | Fraction
-) -> tuple[Value, Value]:
-    """The normed latent and the rotated key of rows [latent | key]."""
-    rank = gamma.shape[-1]
-    latent, key = form.slice(kv, -1, 0, rank), form.slice(kv, -1, rank, kv.shape[-1])
-    normed = rms_norm(form, latent, gamma, epsilon)[0]
-    return normed, apply_rope(form, key, cos, sin, interleaved=True)
-
-
 @operator("npu::npu_kv_rmsnorm_rope_cache", "npu::npu_kv_rmsnorm_rope_cache_v2_functional")
 def _(
     c: Call,
@@ -138,7 +127,10 @@ def _(
     if not kv.active or any(options.get(name) is not None for name in unsupported):
         raise Departs
     form = c.form
-    latents, keys = key_rows(form, kv, gamma, cos, sin, _epsilon(c, epsilon))
+    rank = gamma.shape[-1]
+    latents, keys = form.slice(kv, -1, 0, rank), form.slice(kv, -1, rank, kv.shape[-1])
+    latents = rms_norm(form, latents, gamma, _epsilon(c, epsilon))[0]
+    keys = apply_rope(form, keys, cos, sin, interleaved=True)
     caches = []
     for name, cache, rows in (("k_rope", k_cache, keys), ("c_kv", ckv_cache, latents)):
         scale = options.get(f"{name}_scale")

@@ -445,8 +445,8 @@ def _write_slice(
 ) -> Value:
     """Writes ``src`` into a slice of an axis and returns all of ``x``.
 
-    Only the part of ``src`` that changes ``x`` is written. Active rows of an input are written by
-    row numbers; anything else becomes a join.
+    Active rows of an input are written by row numbers; anything else becomes a join. Of one block
+    only the rows that change ``x`` are written.
     """
     form, size, count = c.form, x.shape[dim], len(range(first, last, step))
     is_part = 0 < count < size
@@ -472,9 +472,8 @@ def _write_slice(
         [count if at == dim else n for at, n in enumerate(x.shape)],
     )
     if step == 1:
-        parts_before = [form.slice(x, dim, 0, first)] if first else []
-        parts_behind = [form.slice(x, dim, last, size)] if last < size else []
-        return form.join([*parts_before, src, *parts_behind], dim)
+        before, behind = form.slice(x, dim, 0, first), form.slice(x, dim, last, size)
+        return form.join([before, src, behind], dim)
     if is_open(size) or is_open(count):
         raise Departs
     places = list(range(size))

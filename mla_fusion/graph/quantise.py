@@ -216,8 +216,6 @@ def as_bytes(
     """Elements of ``source`` reinterpreted as elements of one byte, side by side on the last
     axis.
     """
-    if source == element:
-        return value
     byte_values = [
         form.function("byte", (place, str(source)), value) for place in range(source.itemsize)
     ]

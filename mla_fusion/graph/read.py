@@ -118,7 +118,12 @@ class Graph:
                 expression = expression_of(size)
                 numbers = [self.symbols.get(str(symbol), 0) for symbol in expression.free_symbols]
                 if not is_open(number) and not expression.has(Mod) and max(numbers) < _MOST_BOUND:
-                    raise EqualSizes(max(numbers), _prime_after(2 * max(numbers)))
+                    # all of them: tokens stay fewer than the rows of a table
+                    self.symbols = {
+                        name: _prime_after(2 * bound) if is_open(bound) else bound
+                        for name, bound in self.symbols.items()
+                    }
+                    return False
         except EqualSizes as equal:
             old, new = equal.args
             self.symbols = {
