@@ -20,7 +20,7 @@ import torch
 from mla_fusion.exact.evaluate import computed_from
 from mla_fusion.exact.prove import Claim, prove
 from mla_fusion.graph.departure import Departure
-from mla_fusion.graph.form import Value
+from mla_fusion.graph.form import Value, order
 from mla_fusion.graph.fused import rms_norm
 from mla_fusion.graph.layout import token_layout
 from mla_fusion.graph.numbers import Number
@@ -46,6 +46,14 @@ class Norm:
 def fill_products(site: Site, value: Value, fill: Value) -> Value:
     """Returns ``value`` computed from other numbers in place of the site's products.
 
+    fill  one row [1, columns], or one number
+    """
+    return site.projections.form.substituted(value, _substitutes(site, fill))
+
+
+def _substitutes(site: Site, fill: Value) -> dict[Value, Value]:
+    """Returns what stands for each of the site's products.
+
     fill  rows [tokens, columns], one row [1, columns], or one number
     """
     form, start, substitutes = site.projections.form, 0, dict[Value, Value]()
@@ -56,7 +64,7 @@ def fill_products(site: Site, value: Value, fill: Value) -> Value:
         is_all = prod(row.shape) == prod(shape)
         substitutes[product.root] = form.reshape(row, shape) if is_all else form.expand(row, shape)
         start += width
-    return form.substituted(value, substitutes)
+    return substitutes
 
 
 def read_norm(site: Site, value: Value, what: str) -> Norm:
@@ -70,7 +78,9 @@ def read_norm(site: Site, value: Value, what: str) -> Norm:
     rows = to_rows(form, value, site.layouts[value], site.tokens)
     leaf, size, has_gamma = site.columns_leaf, len(reading.columns), False
     columns = form.take(leaf, 1, reading.columns.tolist())
-    made_rows = fill_products(site, rows, leaf)
+    # numbers stay where they are in roots: only there a root is the kernel's
+    fixed = {step: step for step in order([rows], site.roots) if not step.active}
+    made_rows = form.renamed(rows, fixed | _substitutes(site, leaf))
     activations = {leaf: token_layout((site.tokens,), (site.columns,))}
     for epsilon in dict.fromkeys(_epsilon_candidates(site, value, size)):
         row = fill_products(site, rows, form.number((1 - epsilon) / 2))

@@ -731,7 +731,9 @@ class _Joiner:
             for value, reading in site.readings.items():
                 is_other = reading.kind == "turned" and value is not rotated.value
                 pairs = read_pairs(reading, rotated.pairs) if is_other else None
-                if pairs is not None and {*pairs.columns.flatten().tolist()} == columns:
+                if pairs is None or not torch.equal(pairs.diagonal, rotated.pairs.diagonal):
+                    continue
+                if {*pairs.columns.flatten().tolist()} == columns:
                     other = _Rotated(value, pairs, rotated.factor)
                     yield self._rotated_claim(part, site, other, rows)
         yield from self._normed_claims(key_norm, "kv_rows", results.kv_rows)

@@ -19,6 +19,7 @@ from collections.abc import Collection, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
+from heapq import heapify, heappop, heappush
 from math import prod
 from typing import NamedTuple
 
@@ -231,30 +232,35 @@ class Site:
 
     def _reached_values(self) -> list[Value]:
         """Returns what the products reach before the next ones, in order."""
-        users, seen = self.projections.users, set[Value](self.roots)
-        stack = list(self.roots)
-        while stack:
-            for user in users.get(stack.pop(), ()):
-                if user not in seen and self._is_followed(user, seen):
-                    seen.add(user)
-                    stack.append(user)
-        return sorted(seen.difference(self.roots), key=lambda value: value.serial)
+        users, seen, values = self.projections.users, set[Value](self.roots), list[Value]()
+        waiting = dict.fromkeys(user for root in self.roots for user in users.get(root, ()))
+        heap = [(value.serial, value) for value in waiting]
+        heapify(heap)
+        while heap:
+            _, value = heappop(heap)
+            if value in seen or not self._is_followed(value, seen):
+                continue
+            seen.add(value)
+            values.append(value)
+            for user in users.get(value, ()):
+                if user not in waiting:
+                    waiting[user] = None
+                    heappush(heap, (user.serial, user))
+        return values
 
     def _is_followed(self, value: Value, seen: set[Value]) -> bool:
-        """Returns True if the Value belongs to the cone."""
+        """Returns True if the Value belongs to the cone.
+
+        seen  the Values of the cone that were made before it
+        """
         if is_projection(value) or value.op in ("write", "opaque"):
             return False
         if prod(value.shape) > _LARGE * max(1, self.tokens):
             return False
-        if value.op == "dot":  # a product with cached rows is attention
+        # a product with cached rows is attention, a sum with another activation the residual
+        if value.op in ("dot", "sum"):
             return all(source in seen or not source.active for source in value.sources)
-        return value.op != "sum" or not self._is_residual(value)
-
-    def _is_residual(self, value: Value) -> bool:
-        """Returns True if the sum has an activation that is not computed from these products."""
-        return any(
-            source.active and not _is_computed_from(source, self.roots) for source in value.sources
-        )
+        return True
 
     @cached_property
     def writes(self) -> list[Value]:
@@ -339,20 +345,6 @@ class Site:
                 elements = evaluation.flat(value)
                 tensors[value] = elements.reshape(binding.copies, binding.period, -1)
         return tensors
-
-
-def _is_computed_from(value: Value, roots: Iterable[Value]) -> bool:
-    """Returns True if the Value is computed from one of the products, and not by a next product."""
-    first_serial, targets = min(root.serial for root in roots), set(roots)
-    stack, seen = [value], set[Value]()
-    while stack:
-        current = stack.pop()
-        if current in targets:
-            return True
-        if current not in seen and current.serial > first_serial and not is_projection(current):
-            seen.add(current)
-            stack.extend(current.sources)
-    return False
 
 
 def _codes(columns: int) -> Tensor:

@@ -342,13 +342,9 @@ def twice(name: str, query: Any, key: Any) -> type[Twice]:
     return type(f"x quantised twice, {name}", (Twice,), of_both)
 
 
-fused_twice = [
-    twice(way.__name__, way, way) for way in (to_seven_bits, by_powers_of_two, truncated)
-]
-# the scales of the key's columns take the factor
-fused_twice.append(twice("the key doubled_scale", to_seven_bits, doubled_scale))
-for kind in fused_twice:
+for way in (to_seven_bits, by_powers_of_two, truncated):
+    kind = twice(way.__name__, way, way)
     entry(IN_PLACE, source=OURS, tags="int8, plain, weights", weight_quant_mode=2)(kind)
-miss("kv_latent.absent", of="x that is quantised twice", tags="int8, plain, weights")(
-    twice("the key truncated", to_seven_bits, truncated)
-)
+for way in (truncated, doubled_scale):
+    kind = twice(f"the key {way.__name__}", to_seven_bits, way)
+    miss("kv_latent.absent", of="x that is quantised twice", tags="int8, plain, weights")(kind)
