@@ -199,12 +199,13 @@ class Call:
         """
         if bounds.fits(value, dtype):
             return value
-        rows = strip(value.sources[0], "gather", *MOVES) if value.op == "product" else value
-        if rows.op == "leaf" and dtype == torch.int32 and len(value.sources) == 1:
-            # rows of int32 block tables: block numbers times a block size
-            times = value.literal[1].ratio
-            self.form.assumed.append(f"input {rows.literal}, times {times}, is an int32")
-            return value
+        if value.op == "product" and len(value.sources) == 1 and dtype == torch.int32:
+            # block numbers of an int32 table, times the block size
+            table = strip(value.sources[0], "gather", "cast", *MOVES)
+            if table.op == "leaf" and not table.is_float:
+                times = value.literal[1].ratio
+                self.form.assumed.append(f"input {table.literal}, times {times}, is an int32")
+                return value
         return self.form.function(f"{name} that overflows", (), value, dtype=dtype)
 
     def number_of(self, operand: Any) -> Number:
