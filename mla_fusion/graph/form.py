@@ -627,7 +627,7 @@ class Form:
     def take(self, value: Value, axis: int, places: Sequence[int]) -> Value:
         """Elements of an axis at literal places.
 
-        The selection moves inside joins and slices.
+        The selection moves inside joins, products and slices.
         """
         axis, places = axis % len(value.shape), _as_range(places)
         if places == range(value.shape[axis]):
@@ -654,6 +654,8 @@ class Form:
             is_joined = (inner.op, inner.literal) == ("join", inner_axis)
             if inner_axis is not None and (inner.op == "expand" or is_joined):
                 return self.reshape(self.take(inner, inner_axis, places), shape)
+        if value.op == "product":
+            return self._take_of_product(value, axis, places, shape)
         if value.op == "expand":
             inner = value.sources[0]
             inner_axis = axis - len(value.shape) + len(inner.shape)
@@ -707,6 +709,24 @@ class Form:
             if len(runs) > max(4, len(value.sources)):
                 return None
         return self.join([self.take(part, axis, run) for part, run in runs], axis)
+
+    def _take_of_product(
+        self, value: Value, axis: int, places: Sequence[int], shape: Shape
+    ) -> Value | None:
+        """A selection of a product whose factors are joins or constant along the axis; None for
+        others.
+        """
+        factors = list[Factor]()
+        for source, exponent in zip(value.sources, value.literal[0], strict=True):
+            inner_axis = axis - len(value.shape) + len(source.shape)
+            inner: Value | None = source
+            if inner_axis >= 0 and source.shape[inner_axis] != 1:
+                is_join = source.op == "join" and source.literal == inner_axis
+                inner = self._take_of_join(source, inner_axis, places) if is_join else None
+            if inner is None:
+                return None
+            factors.append((inner, exponent))
+        return self.expand(self.product(factors, value.literal[1]), shape)
 
     def join(self, values: Sequence[Value], axis: int) -> Value:
         """The Values side by side along an axis. Neighbouring slices of one Value become one

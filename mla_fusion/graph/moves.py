@@ -445,8 +445,8 @@ def _write_slice(
 ) -> Value:
     """Writes ``src`` into a slice of an axis and returns all of ``x``.
 
-    Active rows of an input are written by row numbers; anything else becomes a join. Of one block
-    only the rows that change ``x`` are written.
+    Only the part of ``src`` that changes ``x`` is written. Active rows of an input are written by
+    row numbers; anything else becomes a join.
     """
     form, size, count = c.form, x.shape[dim], len(range(first, last, step))
     is_part = 0 < count < size
@@ -462,6 +462,11 @@ def _write_slice(
             return form.reshape(
                 _write_slice(c, flat, rows, dim, first, first + part_count, 1), x.shape
             )
+    is_run = is_part and step == 1
+    parts = _changed_parts(form, x, src, dim, first) if is_run and src.op == "join" else []
+    if len(parts) == 1 and parts[0][0] is not src:
+        ((src, first),) = parts
+        return _write_slice(c, x, src, dim, first, first + src.shape[dim], 1)
     is_rows = src.active and not form.keeps_parts
     if is_rows and _is_memory(x) and dim < len(x.shape) - 1 and is_part:
         inner = Call(form, "places", (count,), torch.int64)
