@@ -286,6 +286,10 @@ def describe_absence(projections: Projections) -> tuple[str, ...]:
         f"  products head by head (W_uk): {by_head}",
         f"  writes into inputs (both caches): {writes}",
     ]
+    if not counts:
+        lines.append(
+            "  A weight is a parameter or a buffer of the module, and no argument of a call."
+        )
     if unknown := ", ".join(registered.unknown(graph.gm.graph.nodes)):
         lines.append(
             f"  operators that the pass does not know: {unknown}. mf.register_operator tells it "

@@ -68,7 +68,9 @@ def check_region(graph: Graph, proposal: Proposal, region: Iterable[Node]) -> No
         if is_absent:
             raise Departure("norm.gamma_absent", f"{name} is no weight", [value])
         if not value.active and not _holds_bfloat16(graph, value):
-            raise Departure("norm.gamma_dtype", f"{name} is {value.dtype}", [value])
+            is_bfloat16 = value.dtype == torch.bfloat16
+            kind = "a product that is no bfloat16 number" if is_bfloat16 else value.dtype
+            raise Departure("norm.gamma_dtype", f"{name} is {kind}", [value])
 
 
 def check_functional(graph: Graph, nodes: Iterable[Node]) -> None:
