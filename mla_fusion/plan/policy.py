@@ -5,6 +5,7 @@ These are rules over the nodes of a graph. ``planner.py`` asks them after the pr
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 import torch
@@ -23,6 +24,7 @@ NARROW = (
 )
 _GAMMAS = ("rmsnorm_gamma_cq", "rmsnorm_gamma_ckv")
 _WIDE = (torch.bfloat16, torch.float32, torch.float64)
+_EXACT = 2**-20  # roundings of float32
 
 
 def check_region(graph: Graph, proposal: Proposal, region: Iterable[Node]) -> None:
@@ -68,9 +70,11 @@ def check_region(graph: Graph, proposal: Proposal, region: Iterable[Node]) -> No
         if is_absent:
             raise Departure("norm.gamma_absent", f"{name} is no weight", [value])
         if not value.active and not _holds_bfloat16(graph, value):
-            is_bfloat16 = value.dtype == torch.bfloat16
-            kind = "a product that is no bfloat16 number" if is_bfloat16 else value.dtype
-            raise Departure("norm.gamma_dtype", f"{name} is {kind}", [value])
+            raise Departure("norm.gamma_dtype", f"{name} is {value.dtype}", [value])
+        # bytes are a row divided by its largest element: a number in front of it does not matter
+        if not (value.active or (mode and name == _GAMMAS[0]) or _is_scaled_exactly(graph, value)):
+            detail = f"{name} is {value.dtype}, times a number that bfloat16 does not hold"
+            raise Departure("norm.gamma_dtype", detail, [value])
 
 
 def check_functional(graph: Graph, nodes: Iterable[Node]) -> None:
@@ -122,11 +126,20 @@ def _holds_bfloat16(graph: Graph, value: Value) -> bool:
     while value.dtype != torch.bfloat16 and value.op in ("reshape", "cast"):
         value = value.sources[0]
     if value.dtype == torch.bfloat16:
-        number, inner = graph.form.split(value)
-        # any other product is exact arithmetic beside an activation, and would be rounded here
-        return number.is_power_of_two and inner.op not in ("sum", "product")
+        return True
     inputs = [node for node in graph.nodes.get(value, ()) if node.op == "placeholder"]
     return bool(inputs) and all(node.meta.get(HOLDS_BFLOAT16) for node in inputs)
+
+
+def _is_scaled_exactly(graph: Graph, value: Value) -> bool:
+    """Returns True if the weight is no product, or one with a power of two, as near as float32 is.
+
+    Other products are exact arithmetic beside an activation, and packing would round them.
+    """
+    number, weight = graph.form.split(value)
+    mantissa = 2 * math.frexp(abs(float(number)))[0]
+    is_power_of_two = min(mantissa - 1, 2 - mantissa) < _EXACT
+    return is_power_of_two and weight.op not in ("sum", "product")
 
 
 def _is_statistic(reading: object) -> bool:
