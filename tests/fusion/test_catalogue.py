@@ -135,7 +135,11 @@ def test_fuses_as_exactly(entry: Entry) -> None:
     assert_right(entry, model, args, fused)
 
 
-@pytest.mark.parametrize("entry", each(FUSED, of=100, first=4))
+# of two inputs that are multiplied, a graph alone takes the right one for the weight
+WEIGHTS_ON_THE_RIGHT = [entry for entry in FUSED if entry.name != "TokensLast"]
+
+
+@pytest.mark.parametrize("entry", each(WEIGHTS_ON_THE_RIGHT, of=100, first=4))
 def test_compiled_and_by_fuse_alone(entry: Entry) -> None:
     """As the backend does it, and by ``mf.fuse``."""
     model, args = entry.model(), entry.args()
