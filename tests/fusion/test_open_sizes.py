@@ -37,9 +37,9 @@ class Checked(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _compiled(model: Base, config: mf.Config | None = None) -> Any:
+def _compiled(model: Base) -> Any:
     def checked(gm: GraphModule, inputs: list[Any]) -> Any:
-        run = mf.backend(config)(gm, inputs)
+        run = mf.backend()(gm, inputs)
 
         def call(*args: Any) -> Any:
             with Checked():
@@ -92,22 +92,6 @@ def test_block_sizes(first: int) -> None:
     placements = [report.fused[0].placement.partition(":")[0] for report in mf.reports()[before:]]
     wanted = ["in place", "staged"]  # a graph for all sizes that the kernel takes, and one
     assert placements == (wanted if first in TAKEN else wanted[::-1])
-
-
-@pytest.mark.exhaustive
-def test_tokens_blocks_and_block_size_of_one_symbol() -> None:
-    model = _model()
-    compiled = _compiled(model)
-    for size in (16, 32, 24, 17):
-        _run_beside(model, compiled, _args(size, size, size))
-
-
-@pytest.mark.exhaustive
-def test_the_kernel_of_an_older_release_takes_two_block_sizes() -> None:
-    model = _model()
-    config = mf.Config(cann="8.2", soc="A3")
-    for size in (16, 128, 32):
-        _run_beside(model, _compiled(model, config), _args(5, size))
 
 
 def test_without_a_compiler_that_guards_it_is_assumed() -> None:

@@ -42,41 +42,6 @@ def test_nothing_failed_in_the_outcome_that_is_kept() -> None:
     assert cells and [cell for cell in cells if cell[2].get("failed")] == []
 
 
-def test_a_refused_release_says_so_where_it_has_no_cell(generator: ModuleType) -> None:
-    row = {
-        "torch_npu": "2.9.0",
-        "python": "3.11",
-        "works": False,
-        "cells": {"refused by name": {"passed": 5}},
-    }
-    header, (line,) = generator.outcome.table([row])
-    said = dict(zip(header, line, strict=True))
-    assert (said["fused"], said["refused by name"], said["reference"]) == (
-        "refused",
-        "ok",
-        "refused",
-    )
-
-
-def test_a_newer_run_takes_the_place_of_an_older_one(generator: ModuleType) -> None:
-    def row(torch_npu: str, python: str, *cells: str, seconds: int = 0) -> dict[str, object]:
-        done = {name: {"passed": 1} for name in cells}
-        return {"torch_npu": torch_npu, "python": python, "seconds": seconds, "cells": done}
-
-    old = [
-        row("2.14.0", "3.11", "import", "fused", seconds=1),
-        row("2.8.0.post5", "3.11", "import"),
-    ]
-    new = [row("2.14.0", "3.11", "import", "fused", seconds=2), row("2.14.0", "3.9", "import")]
-    quick = [row("2.14.0", "3.11", "import", seconds=3)]
-    rows = generator.outcome.merged(old, [*new, *quick])
-    assert [(row["torch_npu"], row["python"], row["seconds"]) for row in rows] == [
-        ("2.8.0.post5", "3.11", 0),
-        ("2.14.0", "3.9", 0),
-        ("2.14.0", "3.11", 2),
-    ]
-
-
 def test_cells_name_tests_that_exist(generator: ModuleType) -> None:
     from tests.matrix.cells import REFUSED, WORKS
 
