@@ -186,7 +186,7 @@ class CountedPairs(CountedPositions):
         return pairs(x, c, sn)
 
 
-@entry(IN_PLACE, source="transformers", tags="tables, symbolic, device")
+@entry(IN_PLACE, source=OURS, tags="tables, symbolic, device")
 class FrequenciesTimesPositions(Base):
     """transformers: a matrix product of frequencies, which the model keeps, with positions."""
 

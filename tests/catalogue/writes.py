@@ -204,7 +204,7 @@ class SlotsFromTableAndCache(SlotsFromBlockTable):
         return table.gather(1, (position // size)[:, None])[:, 0] * size + position % size
 
 
-@entry(IN_PLACE, source="vLLM", tags="cache, tables, symbolic", args=block_table_args)
+@entry(IN_PLACE, source=OURS, tags="cache, tables, symbolic", args=block_table_args)
 class TablesAtPositions(SlotsFromBlockTable):
     """The block table is int32, and positions pick the rows of cos and sin too."""
 
