@@ -64,8 +64,9 @@ def check_region(graph: Graph, proposal: Proposal, region: Iterable[Node]) -> No
                 raise Departure("dtype.region", f"{name} is {value.dtype}", [value])
     for name in _GAMMAS:
         value = proposal.arguments[name]
+        weight = graph.form.split(value)[1]
         is_absent = strip_reshapes(value).op == "expand" or (
-            value.op == "product" and not value.model
+            weight.op == "product" and not value.model
         )
         if is_absent:
             raise Departure("norm.gamma_absent", f"{name} is no weight", [value])
