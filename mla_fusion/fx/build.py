@@ -20,9 +20,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
-from mla_fusion.compat import (
-    FloorDiv,
-)
+from mla_fusion.compat import FloorDiv
 from mla_fusion.fx.kinds import attribute, dtype_of, shape_of, value_of
 from mla_fusion.fx.sizes import expression, is_symbolic, known, same, same_shape, sizes_of
 from mla_fusion.fx.vector_numbers import Exact

@@ -17,7 +17,7 @@ from torch.fx import Node
 from mla_fusion.config import Config
 from mla_fusion.exact.prove import Claim, prove
 from mla_fusion.fx.kinds import dtype_of, signature
-from mla_fusion.fx.walk import is_copy_into
+from mla_fusion.fx.walk import is_copy_into, reached
 from mla_fusion.graph.departure import Departure
 from mla_fusion.graph.form import Value, order, strip_reshapes
 from mla_fusion.graph.read import Graph, values_of
@@ -398,7 +398,9 @@ def _slot_nodes(plan: Plan) -> list[Node]:
     """Returns the nodes that compute the slots of a call in place."""
     caches = plan.caches
     values = order([caches.slots]) if isinstance(caches, InPlace) else ()
-    return [node for value in values for node in plan.graph.nodes.get(value, ())]
+    nodes = [node for value in values for node in plan.graph.nodes.get(value, ())]
+    # also those whose Values were joined with others
+    return list(reached(nodes, lambda node: node.all_input_nodes))
 
 
 def _slot_assumptions(plan: Plan, config: Config, boundary: bool) -> list[str]:

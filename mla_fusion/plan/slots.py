@@ -148,7 +148,8 @@ def _offset_source(terms: dict[Value, Fraction], size: Fraction) -> Value | None
     """Returns ``s`` if the terms are ``s - size * (s // size)``, else None."""
     if [*terms.values()] == [1]:  # a view of their sum
         inner = _strip_views_and_casts(*terms)
-        terms = dict(zip(inner.sources, inner.literal[0], strict=True)) if inner.op == "sum" else {}
+        is_sum = inner.op == "sum" and inner.literal[1] >= 0
+        terms = dict(zip(inner.sources, inner.literal[0], strict=True)) if is_sum else {}
     if len(terms) != 2:
         return None
     for slots, factor in terms.items():
