@@ -16,6 +16,7 @@ from mla_fusion.fx.vector_numbers import HOLDS_BFLOAT16
 from mla_fusion.fx.walk import upward, views_and_model_casts
 from mla_fusion.graph.departure import Departure
 from mla_fusion.graph.form import Value, strip_reshapes
+from mla_fusion.graph.numbers import Number
 from mla_fusion.graph.read import Graph, values_of
 from mla_fusion.propose.prologue import Proposal
 
@@ -64,7 +65,7 @@ def check_region(graph: Graph, proposal: Proposal, region: Iterable[Node]) -> No
                 raise Departure("dtype.region", f"{name} is {value.dtype}", [value])
     for name in _GAMMAS:
         value = proposal.arguments[name]
-        weight = graph.form.split(value)[1]
+        number, weight = graph.form.split(value)
         is_absent = strip_reshapes(value).op == "expand" or (
             weight.op == "product" and not value.model
         )
@@ -73,7 +74,8 @@ def check_region(graph: Graph, proposal: Proposal, region: Iterable[Node]) -> No
         if not value.active and not _holds_bfloat16(graph, value):
             raise Departure("norm.gamma_dtype", f"{name} is {value.dtype}", [value])
         # bytes are a row divided by its largest element: a number in front of it does not matter
-        if not (value.active or (mode and name == _GAMMAS[0]) or _is_scaled_exactly(graph, value)):
+        is_rounded_product = weight.op in ("sum", "product") or not _is_power_of_two(number)
+        if is_rounded_product and not value.active and not (mode and name == _GAMMAS[0]):
             detail = f"{name} is {value.dtype}, times a number that bfloat16 does not hold"
             raise Departure("norm.gamma_dtype", detail, [value])
 
@@ -132,15 +134,12 @@ def _holds_bfloat16(graph: Graph, value: Value) -> bool:
     return bool(inputs) and all(node.meta.get(HOLDS_BFLOAT16) for node in inputs)
 
 
-def _is_scaled_exactly(graph: Graph, value: Value) -> bool:
-    """Returns True if the weight is no product, or one with a power of two, as near as float32 is.
-
-    Other products are exact arithmetic beside an activation, and packing would round them.
+def _is_power_of_two(number: Number) -> bool:
+    """Returns True for a power of two, as near as float32 is. Products of a weight with other
+    numbers are exact arithmetic beside an activation, and packing would round them.
     """
-    number, weight = graph.form.split(value)
     mantissa = 2 * math.frexp(abs(float(number)))[0]
-    is_power_of_two = min(mantissa - 1, 2 - mantissa) < _EXACT
-    return is_power_of_two and weight.op not in ("sum", "product")
+    return min(mantissa - 1, 2 - mantissa) < _EXACT
 
 
 def _is_statistic(reading: object) -> bool:

@@ -80,7 +80,7 @@ def read_norm(site: Site, value: Value, what: str) -> Norm:
     columns = form.take(leaf, 1, reading.columns.tolist())
     # numbers stay where they are in roots: only there a root is the kernel's
     fixed = {step: step for step in order([rows], site.roots) if not step.active}
-    made_rows = form.renamed(rows, fixed | _substitutes(site, leaf))
+    computed_rows = form.renamed(rows, fixed | _substitutes(site, leaf))
     activations = {leaf: token_layout((site.tokens,), (site.columns,))}
     for epsilon in dict.fromkeys(_epsilon_candidates(site, value, size)):
         row = fill_products(site, rows, form.number((1 - epsilon) / 2))
@@ -90,7 +90,7 @@ def read_norm(site: Site, value: Value, what: str) -> Norm:
             continue
         has_gamma, normed = True, rms_norm(form, columns, gamma, epsilon)[0]
         with suppress(Departure):
-            prove(activations, site.tokens, [Claim("norm", made_rows, normed)])
+            prove(activations, site.tokens, [Claim("norm", computed_rows, normed)])
             return Norm(value, gamma, epsilon, reading.columns)
     if not has_gamma:
         raise Departure(

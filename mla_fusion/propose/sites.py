@@ -233,7 +233,7 @@ class Site:
     def _reached_values(self) -> list[Value]:
         """Returns what the products reach before the next ones, in order."""
         users, seen, values = self.projections.users, set[Value](self.roots), list[Value]()
-        waiting = dict.fromkeys(user for root in self.roots for user in users.get(root, ()))
+        waiting = {user for root in self.roots for user in users.get(root, ())}
         heap = [(value.serial, value) for value in waiting]
         heapify(heap)
         while heap:
@@ -244,7 +244,7 @@ class Site:
             values.append(value)
             for user in users.get(value, ()):
                 if user not in waiting:
-                    waiting[user] = None
+                    waiting.add(user)
                     heappush(heap, (user.serial, user))
         return values
 

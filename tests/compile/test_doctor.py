@@ -99,6 +99,19 @@ def test_an_import_that_fails_is_a_problem_and_no_traceback(tmp_path: Path) -> N
     }
 
 
+@pytest.mark.exhaustive
+def test_an_import_that_ends_the_process_is_a_problem(tmp_path: Path) -> None:
+    ends = "import os, sys\nprint('  what():  Duplicated key', file=sys.stderr)\nos.abort()\n"
+    install(tmp_path, torch.__version__, ends, COMPILES)
+    status, found, _ = doctor_beside(tmp_path)
+    assert status == 1
+    (problem,) = found["problems"]
+    assert (
+        problem["failed"]
+        == "importing torch_npu ends the process with SIGABRT: what():  Duplicated key"
+    )
+
+
 def test_a_release_that_lacks_functions_is_refused_before_it_is_imported(tmp_path: Path) -> None:
     install(tmp_path, "2.9.0", "raise AssertionError('imported')", "def get_npu_backend(): ...\n")
     status, found, _ = doctor_beside(tmp_path)
