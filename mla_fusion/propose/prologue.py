@@ -440,7 +440,7 @@ class _Joiner:
                 if user.op != "dot" or user.sources[0] is not value:
                     continue
                 weight = user.sources[1]
-                if not weight.weight:
+                if not weight.weight or len(weight.shape) > 3:
                     continue
                 nope = weight.shape[-2]
                 heads = len(reading.columns) // nope

@@ -88,7 +88,8 @@ def prolog(form: Form, a: Arguments) -> Results:
     q_nope, q_pe = form.slice(query, -1, 0, nope), form.slice(query, -1, nope, nope + rope)
     absorbed = form.dot(form.permute(q_nope, (1, 0, 2)), weight_uk)
     absorbed = form.permute(absorbed, (1, 0, 2))
-    cos, sin = a["rope_cos"], a["rope_sin"]
+    # what rounded them before is theirs: ``bare`` leaves out the last rounding alone
+    cos, sin = (form.cast(a[name], torch.bfloat16) for name in ("rope_cos", "rope_sin"))
     head_tables = [form.reshape(table, (tokens, 1, rope)) for table in (cos, sin)]
     query_rope = apply_rope(form, q_pe, *head_tables, interleaved=True)
     kv_and_key = _project(form, a, "dkv_kr", x, x_scale)
