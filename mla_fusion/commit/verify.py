@@ -146,7 +146,7 @@ def _roles(plan: Plan, x_roles: dict[Node, str]) -> dict[Node, str]:
         if name == "kr_cache" and plan.warnings:
             roles[cache] = "halves"
     for leaf, role in plan.caches.trusted_inputs.items():
-        roles |= {node: role for node in graph.nodes[leaf] if node.op == "placeholder"}
+        roles |= {node: role for node in graph.nodes.get(leaf, ()) if node.op == "placeholder"}
 
     def operands(node: Node) -> list[Node]:
         """Returns the nodes above a node, except x and what comes before it."""

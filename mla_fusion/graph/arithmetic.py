@@ -58,8 +58,8 @@ def multiply(c: Call, x: Any, other: Any) -> Any:
 
 
 def _factor(c: Call, operand: Any) -> Value:
-    """An operand as a Value. In a call of integers a symbolic size is its bound number."""
-    is_number = isinstance(operand, Size) and isinstance(c.dtype, torch.dtype)
+    """An operand as a Value. In a call of integers the size of a tensor is its bound number."""
+    is_number = isinstance(operand, Size) and operand.is_count
     if is_number and not (c.dtype.is_floating_point or c.dtype == torch.bool):
         return c.form.number(int(operand), c.dtype)
     return c.value(operand)

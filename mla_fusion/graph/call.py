@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from mla_fusion.compat import bounds_of, expression_of
 from mla_fusion.fx.kinds import signature
 from mla_fusion.graph import bounds
 from mla_fusion.graph.form import (
@@ -42,14 +43,29 @@ class Pair:
 
 
 class Size(int):
-    """A symbolic size, bound to a number. ``name`` is its expression."""
+    """A symbolic size, bound to a number.
+
+    name        its expression
+    polynomial  the same in symbols; a quotient, remainder or minimum in it is a symbol, too
+    symbolic    torch's own object
+    """
 
     name: str
+    polynomial: Any
+    symbolic: Any
 
-    def __new__(cls, bound: int, name: str) -> Size:
+    def __new__(cls, bound: int, name: str, polynomial: Any, symbolic: Any) -> Size:
         size = super().__new__(cls, bound)
-        size.name = name
+        size.name, size.polynomial, size.symbolic = name, polynomial, symbolic
         return size
+
+    @property
+    def is_count(self) -> bool:
+        """True if it is at least 1 in every run, as the size of a tensor is.
+
+        A difference, or an int that the graph is given, may be 0 or negative.
+        """
+        return bounds_of(self.symbolic, expression_of(self.symbolic))[0] >= 1
 
     def __repr__(self) -> str:
         return self.name
@@ -110,10 +126,27 @@ class Call:
         if isinstance(operand, Pair) or operand is None:
             raise Departs
         if isinstance(operand, Size):  # the number that it is bound to is arbitrary
-            return self.form.leaf(f"size {operand.name}", (), torch.int64, False)
+            return self._value_of_size(operand)
         if operand != operand or abs(operand) == float("inf"):
             return self.form.function("number", repr(operand), dtype=self._dtype_of(operand))
         return self.form.number(literal(operand), self._dtype_of(operand))
+
+    def _value_of_size(self, size: Size) -> Value:
+        """A symbolic size as a sum of products of symbols. A symbol of torch's is a leaf."""
+        form, terms = self.form, list[Term]()
+        for term, times in size.polynomial.expand().as_coefficients_dict().items():
+            factors = list[Factor]()
+            for part, power in term.as_powers_dict().items():
+                if not part.is_Integer:
+                    name, is_torch_symbol = str(part), part.name.isidentifier()
+                    symbol = (
+                        form.leaf(f"size {name}", (), torch.int64, False)
+                        if is_torch_symbol
+                        else form.function("number", name, dtype=torch.int64)
+                    )
+                    factors.append((symbol, int(power)))
+            terms.append((Fraction(int(times)), form.product(factors, dtype=torch.int64)))
+        return form.total(terms, dtype=torch.int64)
 
     def _dtype_of(self, operand: float) -> torch.dtype:
         """The dtype of a Python number in this call."""

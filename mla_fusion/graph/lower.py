@@ -292,15 +292,12 @@ class Lowering:
 
     def _leaf(self, value: Value) -> Any:
         """A symbolic size as a scalar. Raises LookupError for any other leaf."""
-        for size in self.graph.sizes.values():
-            bound = self.graph.size(size)
-            if value.literal in (f"size {bound!r}", f"size {int(bound)}"):
-                size_argument = self.b.size(size)
-                device = self._weight_node.meta["val"].device
-                return self.b.call(
-                    aten.scalar_tensor.default, size_argument, dtype=torch.int64, device=device
-                )
-        raise LookupError(value)
+        size = self.graph.size_of(value)
+        if size is None:
+            raise LookupError(value)
+        device = self._weight_node.meta["val"].device
+        options = {"dtype": torch.int64, "device": device}
+        return self.b.call(aten.scalar_tensor.default, self.b.size(size), **options)
 
     def _constant(self, value: Value) -> Any:
         """A tensor of literals."""

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from mla_fusion.graph import quantise
-from mla_fusion.graph.call import Call, Departs, operator
+from mla_fusion.graph.call import Call, Departs, Size, operator
 from mla_fusion.graph.form import Form, Value, filled_with, strip, strip_reshapes
-from mla_fusion.graph.numbers import is_open, literal
+from mla_fusion.graph.numbers import is_open
 
 _VIEWS = (
     "view _unsafe_view reshape _reshape_alias unsqueeze squeeze flatten unflatten ravel view_as"
@@ -164,16 +164,15 @@ def _(c: Call, **_: Any) -> Value:
 def _(
     c: Call, end: Any = None, start: Any = 0, step: Any = 1, length: Any = None, **_: Any
 ) -> Value:
-    first, stride = literal(start or 0), literal(1 if step is None else step)
-    is_integer = first.ratio.denominator * stride.ratio.denominator == 1
-    if first.roots or stride.roots or not is_integer:
-        raise Departs
-    positions = c.form.count(*c.shape)
     inner = Call(c.form, "arange", c.shape, torch.int64)
-    positions = inner.sum(
-        [(stride.ratio, positions), (first.ratio, c.form.filled(1, c.shape, torch.int64))]
+    first, stride = (
+        inner.value(int(number) if isinstance(number, float) and number.is_integer() else number)
+        for number in (start or 0, 1 if step is None else step)
     )
-    return c.form.cast(positions, c.dtype)
+    if first.is_float or stride.is_float:
+        raise Departs
+    positions = inner.product([(c.form.count(*c.shape), 1), (stride, 1)])
+    return c.form.cast(inner.sum([(Fraction(1), positions), (Fraction(1), first)]), c.dtype)
 
 
 @operator("roll")
@@ -434,10 +433,27 @@ def _(
     end: Any = None,
     step: int = 1,
 ) -> Value:
+    dim %= len(x.shape)
+    is_symbolic = isinstance(start, Size) or isinstance(end, Size)
+    if is_symbolic and step == 1 and _is_written_by_rows(c.form, x, src, dim):
+        return _write_run(c, x, src, dim, start or 0)
     first, last, step = slice(start, end, step).indices(x.shape[dim])
     if src.shape[dim] != len(range(first, last, step)):
         raise Departs  # a symbolic end was cut to the number that the axis is bound to
-    return _write_slice(c, x, src, dim % len(x.shape), first, last, step)
+    return _write_slice(c, x, src, dim, first, last, step)
+
+
+def _is_written_by_rows(form: Form, x: Value, src: Value, dim: int) -> bool:
+    """True if a part of ``x`` along ``dim`` is rows of an input, and gets new ones."""
+    return src.active and not form.keeps_parts and _is_memory(x) and dim < len(x.shape) - 1
+
+
+def _write_run(c: Call, x: Value, src: Value, dim: int, first: int, step: int = 1) -> Value:
+    """Writes rows at the numbers ``first``, ``first + step``, .. and returns all of ``x``."""
+    count = src.shape[dim]
+    inner = Call(c.form, "places", (count,), torch.int64)
+    terms = [(Fraction(step), c.form.count(count)), (Fraction(1), inner.value(first))]
+    return write_rows(c, x, dim, 1, inner.sum(terms), src)
 
 
 def _write_slice(
@@ -467,11 +483,8 @@ def _write_slice(
     if len(parts) == 1 and parts[0][0] is not src:
         ((src, first),) = parts
         return _write_slice(c, x, src, dim, first, first + src.shape[dim], 1)
-    is_rows = src.active and not form.keeps_parts
-    if is_rows and _is_memory(x) and dim < len(x.shape) - 1 and is_part:
-        inner = Call(form, "places", (count,), torch.int64)
-        numbers = inner.sum([(Fraction(step), form.count(count))], Fraction(first))
-        return write_rows(c, x, dim, 1, numbers, src)
+    if is_part and _is_written_by_rows(form, x, src, dim):
+        return _write_run(c, x, src, dim, first, step)
     src = form.expand(
         src if src.active else form.cast(src, x.dtype),
         [count if at == dim else n for at, n in enumerate(x.shape)],

@@ -22,7 +22,7 @@ import torch
 from torch.fx import Graph as FxGraph
 from torch.fx import GraphModule, Node
 
-from mla_fusion.compat import Mod, OpOverload, guarded_equal, schema_of
+from mla_fusion.compat import Mod, OpOverload, guarded_equal, hint_of, schema_of
 from mla_fusion.fx import registered
 from mla_fusion.fx.kinds import attribute, is_literal, signature
 from mla_fusion.fx.sizes import Binding, has_symbols
@@ -231,17 +231,25 @@ class Graph:
             for pair in guarded_equal(size):
                 guards.equate(*pair)
             self._guarded_numbers = guards.numbers
-        expression = _sum_of_products(expression_of(size).xreplace(self._guarded_numbers))
+        polynomial, expression = _in_symbols(expression_of(size).xreplace(self._guarded_numbers))
         for symbol in expression.free_symbols:
             name = str(symbol)
             if name not in self.symbols:
                 symbol_count = len(self.symbols)
                 self.symbols[name] = _prime(symbol_count)
         numbers = {symbol: self.symbols[str(symbol)] for symbol in expression.free_symbols}
-        bound_size = Size(int(expression.subs(numbers)), str(expression))
+        bound_size = Size(int(expression.subs(numbers)), str(expression), polynomial, size)
         if bound_size > 1 and any(map(is_open, numbers.values())):
             self.sizes.setdefault(int(bound_size), size)
         return bound_size
+
+    def size_of(self, leaf: Value) -> Any:
+        """The symbolic size that a leaf stands for; None for other leaves."""
+        for size in self.sizes.values():
+            bound = self.size(size)
+            if leaf.literal in (f"size {bound!r}", f"size {int(bound)}"):
+                return size
+        return None
 
     def unbound(self, number: int) -> Any:
         """The graph's size that was bound to ``number``, or the product of such sizes.
@@ -526,10 +534,14 @@ class Graph:
     def _is_size_independent(self, arguments: dict[str, Any]) -> bool:
         """True if the call means the same at every value of the sizes.
 
-        It does not if a symbolic size is a place along an axis.
+        It does not if a symbolic size is a place along an axis. The start and the end of a slice
+        may be symbolic, unless they count from the end of the axis: torch guards their sign.
         """
-        place_arguments = [arguments[name] for name in _PLACE_ARGUMENTS if name in arguments]
-        return not any(isinstance(item, Size) for item in _flatten(place_arguments))
+        places = _flatten([arguments[name] for name in _PLACE_ARGUMENTS if name in arguments])
+        ends = (arguments.get(name) for name in ("start", "end"))
+        sizes = (end for end in ends if isinstance(end, Size))
+        from_end = any((hint_of(size.symbolic) or 0) < 0 for size in sizes)
+        return not (from_end or any(isinstance(item, Size) for item in places))
 
     def call(self, target: Any, meta_value: Any) -> Call:
         """The ``Call`` of an operator whose result is described by ``meta_value``."""
@@ -775,21 +787,22 @@ def bind_arguments(
 
 
 @lru_cache(maxsize=4096)
-def _sum_of_products(expression: Any) -> Any:
-    """A size as a sum of products of symbols.
+def _in_symbols(expression: Any) -> tuple[Any, Any]:
+    """A size as a polynomial, and the same as a sum of products of symbols.
 
-    Any other expression (``s // 2``, ``min(s, 64)``, ``s - n``) becomes a symbol of its own. Its
-    number is unrelated to the others'.
+    A quotient, remainder or minimum in it (``s // 2``, ``min(s, 64)``) becomes a symbol of its own,
+    in the second result also a difference of symbols. Its number is unrelated to the others'.
     """
     import sympy
 
     if expression.is_Symbol or expression.is_Integer:
-        return expression
-    replaced = expression.replace(
+        return expression, expression
+    polynomial = expression.replace(
         lambda part: isinstance(part, sympy.core.function.Application),
         lambda part: sympy.Symbol(str(part)),
     )
-    return replaced if _is_sum_of_products(replaced) else sympy.Symbol(str(expression))
+    is_sum = _is_sum_of_products(polynomial)
+    return polynomial, polynomial if is_sum else sympy.Symbol(str(expression))
 
 
 def _is_sum_of_products(expression: Any) -> bool:

@@ -142,7 +142,7 @@ def place_rows(
     if slots != tokens:
         detail = f"{graph.size_text(slots)} slots for tokens [{graph.size_text(tokens)}]"
         obstacles.append(Obstacle("cache.slots_count", detail))
-    trusted_leaves = trusted_inputs(kv.slots)
+    trusted_leaves = trusted_inputs(graph, kv.slots)
     if trusted_leaves is None:
         inputs = [
             value for value in order([kv.slots]) if value.op == "leaf" and value in graph.nodes

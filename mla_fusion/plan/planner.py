@@ -414,7 +414,9 @@ def _slot_assumptions(plan: Plan, config: Config, boundary: bool) -> list[str]:
         return []
     if boundary and config.slots == "checked":
         return []
-    nodes = (graph.nodes[leaf][0] for leaf in caches.trusted_inputs if leaf in graph.nodes)
-    names = ", ".join(dict.fromkeys(node.name for node in nodes))
-    origin = f" (input {names}, trusted to hold numbers from 0 to 2**24 - 1)" if names else ""
+    names = ", ".join(
+        graph.nodes[leaf][0].name if leaf in graph.nodes else leaf.literal
+        for leaf in caches.trusted_inputs
+    )
+    origin = f" (input {names}, trusted to hold numbers from 0 to 2**24 - 1)"
     return [SLOTS_ASSUMED.format(whose=origin), *([UNCHECKED] if config.slots == "checked" else [])]

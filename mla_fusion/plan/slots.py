@@ -3,7 +3,8 @@
 ``caches.py`` asks this before it plans an in-place write. Three kinds of row numbers are accepted:
 
 * numbers of one integer input, which are trusted
-* counted numbers, or entries of such an input at counted places
+* counted numbers, from such an input's one number on or from a symbolic size on, or entries of such
+  an input at counted places
 * ``table[s // b] * b + s % b``: places in the blocks of a block table
 """
 
@@ -14,20 +15,33 @@ from math import prod
 
 import torch
 
+from mla_fusion.compat import guard, hint_of
 from mla_fusion.graph.bounds import fits
 from mla_fusion.graph.form import Value, filled_with, order
+from mla_fusion.graph.read import Graph
 
 Roles = dict[Value, str]
 _EXACT = (torch.int32, torch.int64, torch.float32, torch.float64)
 
 
-def trusted_inputs(index: Value) -> Roles | None:
+def trusted_inputs(graph: Graph, index: Value) -> Roles | None:
     """Returns the inputs whose numbers are trusted to be valid row numbers, with their roles.
 
-    The roles are those of ``witness.draws``. Returns None if ``index`` may repeat a row, or is made
-    in another way.
+    The roles are those of ``witness.draws``. A symbolic size is left out if a guard of the compiled
+    graph keeps it from being negative. Returns None if ``index`` may repeat a row, or is made in
+    another way.
     """
-    return None if _is_repeated(index) else _trusted_inputs(index, "slots")
+    roles = None if _is_repeated(index) else _trusted_inputs(index, "slots")
+    if roles is None:
+        return None
+    for leaf in [*roles]:
+        size = graph.size_of(leaf)
+        is_guarded = None if size is None else guard(size >= 0)
+        if size is not None and (hint_of(size >= 0) if is_guarded is None else is_guarded) is False:
+            return None
+        if is_guarded:
+            del roles[leaf]
+    return roles
 
 
 def _trusted_inputs(index: Value, role: str) -> Roles | None:
@@ -88,7 +102,7 @@ def _inputs_of_sum(value: Value) -> Roles | None:
     """Returns the trusted inputs of a sum of row numbers, or None.
 
     The sum may be ``table[s // b] * b + s % b``. It may be places of an input in each entry of a
-    batch, or scaled counts.
+    batch, scaled counts, or counts from a number on.
     """
     terms = dict(zip(value.sources, value.literal[0], strict=True))
     if len(terms) == 1 and _strip_views_and_casts(value.sources[0]).op == "count":
@@ -105,6 +119,11 @@ def _inputs_of_sum(value: Value) -> Roles | None:
         repeated = _is_repeated(entries) and _is_repeated(places)
         if size > 1 and step == 1 and blocks is not None and offsets is not None and not repeated:
             return blocks | offsets
+    if min(terms.values()) > 0 and _are_distinct(value):
+        starts = [term for term in terms if _strip_views_and_casts(term).op != "count"]
+        roles = [_trusted_inputs(start, "") for start in starts]
+        if None not in roles:
+            return {leaf: role for known in roles for leaf, role in known.items()}  # type: ignore[union-attr]
     for block_rows, size in terms.items():
         inner = _strip_views_and_casts(block_rows)
         if inner.op != "gather" or size <= 1:
