@@ -311,7 +311,10 @@ class Form:
         if len(items) == 1 and items[0][1] == 1 and times == ONE:
             return self.expand(items[0][0], shape)
         values = [value for value, _ in items]
-        literal = tuple(exponent for _, exponent in items), times
+        exponents = [exponent for _, exponent in items]
+        if any(part.denominator > 1 or part < 0 for part in exponents):
+            dtype = dtype if dtype.is_floating_point else REAL
+        literal = tuple(exponents), times
         own_shape = broadcast(value.shape for value in values)
         return self.expand(self.make("product", values, literal, own_shape, dtype), shape)
 
@@ -350,8 +353,9 @@ class Form:
         """Computes the result of ``split`` for a product or an expand."""
         if value.op == "product" and value.sources and value.literal[1] != ONE:
             exponents, times = value.literal
-            pairs = zip(value.sources, exponents, strict=True)
-            return times, self.product(pairs, ONE, value.dtype)
+            unscaled = self.product(zip(value.sources, exponents, strict=True), ONE, value.dtype)
+            # integers times a fraction are floats, and no integers again
+            return (times, unscaled) if unscaled.is_float == value.is_float else (ONE, value)
         if value.op == "expand":
             inner = value.sources[0]
             if inner.is_number:

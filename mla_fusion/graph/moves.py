@@ -178,7 +178,7 @@ def _(
 @operator("roll")
 def _(c: Call, x: Value, shifts: Any, dims: Any = ()) -> Value:
     shifts = shifts if isinstance(shifts, (list, tuple)) else [shifts]
-    if len(dims) != len(shifts):
+    if len(dims) != len(shifts) or any(is_open(x.shape[dim]) for dim in dims):
         raise Departs
     for shift, dim in zip(shifts, dims, strict=True):
         places = [*range(x.shape[dim])]
@@ -189,6 +189,8 @@ def _(c: Call, x: Value, shifts: Any, dims: Any = ()) -> Value:
 
 @operator("flip")
 def _(c: Call, x: Value, dims: Sequence[int]) -> Value:
+    if any(is_open(x.shape[dim]) for dim in dims):
+        raise Departs
     for dim in dims:
         x = c.form.take(x, dim, list(range(x.shape[dim]))[::-1])
     return x

@@ -15,7 +15,7 @@ from __future__ import annotations
 import operator as python
 from collections.abc import Collection, Iterator, Sequence
 from functools import cached_property, lru_cache
-from math import prod
+from math import gcd, prod
 from typing import Any
 
 import torch
@@ -663,7 +663,8 @@ class Graph:
         It returns without effect unless one size is a symbol. The other may be a symbol, a number,
         or made of other symbols.
         """
-        smaller, larger = sorted((smaller, larger))
+        common = gcd(smaller, larger)
+        smaller, larger = sorted((smaller // common, larger // common))
         bound_numbers = {*self.symbols.values()}
         if larger in bound_numbers and (smaller in bound_numbers or not is_open(smaller)):
             raise EqualSizes(larger, smaller)

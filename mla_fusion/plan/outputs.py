@@ -62,7 +62,8 @@ def is_input_free(value: Value) -> bool:
     """Returns True if no input matters to the Value: it is one number everywhere, or unwritten
     memory.
     """
-    return filled_with(value) is not None or (value.op == "opaque" and not value.sources)
+    is_memory = value.op == "opaque" and not value.sources and "empty" in value.literal[0]
+    return filled_with(value) is not None or is_memory
 
 
 def first_nodes(graph: Graph, values: Iterable[Value]) -> list[Node]:

@@ -11,7 +11,7 @@ from math import prod
 import torch
 from torch.fx import Node
 
-from mla_fusion.fx.kinds import is_mutating
+from mla_fusion.fx.kinds import MODEL_FLOATS, is_mutating, value_of
 from mla_fusion.fx.walk import reached
 from mla_fusion.graph.departure import Departure
 from mla_fusion.graph.form import Value, order, strip_reshapes
@@ -108,7 +108,7 @@ def nodes_between(starts: Iterable[Node], end_nodes: Iterable[Node]) -> set[Node
 
 
 def activation_nodes(plan: Plan) -> dict[Node, str]:
-    """Returns the nodes that hold x, with their roles for ``witness/``.
+    """Returns the nodes from which x is drawn, with their roles for ``witness/``.
 
     If the graph quantises x, that is x before it. If x comes in quantised, its scales are among the
     nodes.
@@ -116,20 +116,30 @@ def activation_nodes(plan: Plan) -> dict[Node, str]:
     graph, values = plan.graph, plan.values
     float_rows = _before_quantisation(graph, values["token_x"])
     if float_rows is not None:
-        return {_first_node(graph, float_rows): "x"}
+        return dict.fromkeys(_common_nodes(graph, float_rows), "x")
     roles = dict[Node, str]()
     for name, role in (("token_x", "x"), ("dequant_scale_x", "token_scale")):
         if name in values:
-            roles[_first_node(graph, values[name])] = role
+            roles |= dict.fromkeys(_common_nodes(graph, values[name]), role)
     return roles
 
 
-def _first_node(graph: Graph, value: Value) -> Node:
-    """Returns the first node that holds the numbers of a Value, in any shape: others are views."""
+def _common_nodes(graph: Graph, value: Value) -> set[Node]:
+    """Returns the node that holds a Value. If several do, it is what all of them are computed from:
+    that they hold the same numbers is the reader's word, which the witness does not take.
+
+    Returns several inputs if they are computed from these.
+    """
     factor, unscaled = graph.form.split(value)  # the Value may be a number times a moved Value
     inner = graph.form.scaled(strip_reshapes(unscaled), factor)
-    nodes = (node for form in (inner, value) for node in graph.nodes_in_any_shape(form))
-    return min(node for node in nodes if isinstance(node.meta["val"], torch.Tensor))
+    holders = (node for form in (inner, value) for node in graph.nodes_in_any_shape(form))
+    nodes = {node for node in holders if isinstance(node.meta["val"], torch.Tensor)}
+    while len(nodes) > 1 and max(nodes).op == "call_function":
+        last = max(nodes)
+        sources = (node for node in last.all_input_nodes if node not in graph.parameters)
+        floats = {node for node in sources if getattr(value_of(node), "dtype", 0) in MODEL_FLOATS}
+        nodes = nodes - {last} | floats
+    return nodes
 
 
 def _before_quantisation(graph: Graph, rows: Value) -> Value | None:
