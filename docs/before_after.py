@@ -78,7 +78,7 @@ EXAMPLES: dict[str, tuple[str, str]] = {
     "linear.hidden": ("x @ W_dq + x @ A @ B", "x @ W_dq"),
     "quant.static": ("npu_quantize(x, scale, offset, ..)", "npu_dynamic_quant(x)"),
     "quant.weights_only": (
-        "x @ (w_int8.bfloat16() * w_scale)",
+        "(x @ w_int8.bfloat16()) * w_scale",
         "npu_quant_matmul(*npu_dynamic_quant(x), ..)",
     ),
     "quant.dynamic": (

@@ -138,6 +138,18 @@ def _(c: Call, x: Any, other: Any) -> Value:
     return remainder(c, x, mask + 1)
 
 
+@operator("bitwise_or", "__or__")
+def _(c: Call, x: Any, other: Any) -> Value:
+    """The sum of a multiple of ``2 ** n`` and a smaller number. Raises Departs for others."""
+    values = c.value(x), c.value(other)
+    for high, low in (values, values[::-1]):
+        limits, times = bounds.of(low), c.form.split(high)[0].ratio
+        is_power_of_two = times > 0 and number(times).is_power_of_two
+        if limits is not None and is_power_of_two and 0 <= limits[0] <= limits[1] < times:
+            return c.sum([(Fraction(1), high), (Fraction(1), low)])
+    raise Departs
+
+
 def _integer(c: Call, operand: Any) -> int:
     """The integer that an operand is. Raises Departs."""
     integer = c.number_of(operand)
@@ -262,12 +274,10 @@ def matrix_product(c: Call, x: Value, other: Value) -> Value:
         raise Departs
     if x.shape[-1] == 1 and not (x.active or other.active):  # angles: frequencies times positions
         return c.product([(x, 1), (other, 1)])
-    if x.active or other.active:
-        x, other = form.bare(x), form.bare(other)
-    elif x.weight == other.weight or x.model == other.model:
+    if not (x.active or other.active) and (x.weight == other.weight or x.model == other.model):
         raise Departs  # the result is opaque
-    else:  # x times a weight: casts that change no number are left out
-        x, other = form.bare(x, False), form.bare(other, False)
+    # the rounding of a weight is its own: only casts that change no number are left out
+    x, other = form.bare(x, False), form.bare(other, False)
     if len(other.shape) > 2 or len(x.shape) > 2:
         leading = broadcast((x.shape[:-2], other.shape[:-2]))
         if not (len(other.shape) == 2 and leading == x.shape[:-2]):

@@ -25,6 +25,7 @@ from mla_fusion.graph.form import (
     Value,
     broadcast,
     filled_with,
+    order,
     strip,
 )
 from mla_fusion.graph.numbers import ONE, Number, is_open, literal, number
@@ -79,6 +80,7 @@ class EqualSizes(Exception):
     """Raised with two sizes, one of them symbolic, that are equal whenever the graph runs."""
 
 
+_LARGEST_BLOCK = 1 << 15  # what row numbers of 32 bits may be multiplied by
 Rule = Callable[..., Any]
 RULES: dict[str, Rule] = {}
 
@@ -232,13 +234,11 @@ class Call:
         """
         if bounds.fits(value, dtype):
             return value
-        if value.op == "product" and len(value.sources) == 1 and dtype == torch.int32:
-            # block numbers of an int32 table, times the block size
-            table = strip(value.sources[0], "gather", "cast", *MOVES)
-            if table.op == "leaf" and not table.is_float:
-                times = value.literal[1].ratio
-                self.form.assumed.append(f"input {table.literal}, times {times}, is an int32")
-                return value
+        if dtype == torch.int32 and _are_row_numbers(value):
+            leaves = (leaf for leaf in order([value]) if leaf.op == "leaf" and not leaf.is_float)
+            names = ", ".join(leaf.literal for leaf in leaves)
+            self.form.assumed.append(f"row numbers made of {names} are below 2**31")
+            return value
         return self.form.function(f"{name} that overflows", (), value, dtype=dtype)
 
     def number_of(self, operand: Any) -> Number:
@@ -280,6 +280,23 @@ class Call:
                 for place, (shape, dtype) in results
             ]
         return self.form.opaque(self.name, literals, values, self.shape, self.dtype)
+
+
+def _are_row_numbers(value: Value) -> bool:
+    """True for an integer of the graph's inputs, such as a block number, times a number as small as
+    a block, and for sums of these.
+    """
+    value = strip(value, "gather", "cast", *MOVES)
+    if value.op == "function" and value.literal[0] == "quotient":
+        return _are_row_numbers(value.sources[0])
+    if value.op == "product":
+        factors = [value.literal[1].ratio] if value.literal[0] == (1,) else []
+    elif value.op == "sum":
+        factors = list(value.literal[0])
+    else:
+        return value.op in ("leaf", "count") and not value.is_float
+    is_small = bool(factors) and max(map(abs, factors)) <= _LARGEST_BLOCK
+    return is_small and all(map(_are_row_numbers, value.sources))
 
 
 def _is_zero(value: Value) -> bool:

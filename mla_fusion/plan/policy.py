@@ -24,6 +24,7 @@ NARROW = (
     "the float32 norm weights hold bfloat16 numbers (looked at, and again whenever they are packed)"
 )
 _GAMMAS = ("rmsnorm_gamma_cq", "rmsnorm_gamma_ckv")
+_HELD = (torch.bfloat16, torch.int8, torch.uint8)  # bfloat16 holds their numbers
 _WIDE = (torch.bfloat16, torch.float32, torch.float64)
 _EXACT = 2**-20  # roundings of float32
 
@@ -76,7 +77,7 @@ def check_region(graph: Graph, proposal: Proposal, region: Iterable[Node]) -> No
         # bytes are a row divided by its largest element: a number in front of it does not matter
         is_rounded_product = weight.op in ("sum", "product") or not _is_power_of_two(number)
         if is_rounded_product and not value.active and not (mode and name == _GAMMAS[0]):
-            detail = f"{name} is {value.dtype}, times a number that bfloat16 does not hold"
+            detail = f"{name} is {value.dtype}, times a number that is no power of two"
             raise Departure("norm.gamma_dtype", detail, [value])
 
 
@@ -128,7 +129,7 @@ def _holds_bfloat16(graph: Graph, value: Value) -> bool:
     """
     while value.dtype != torch.bfloat16 and value.op in ("reshape", "cast"):
         value = value.sources[0]
-    if value.dtype == torch.bfloat16:
+    if value.dtype in _HELD:
         return True
     inputs = [node for node in graph.nodes.get(value, ()) if node.op == "placeholder"]
     return bool(inputs) and all(node.meta.get(HOLDS_BFLOAT16) for node in inputs)

@@ -83,14 +83,14 @@ def block_size_of(index: Value) -> int:
 
 
 def _are_distinct(places: Value) -> bool:
-    """Returns True if the places are distinct for all inputs: one count, plus one number."""
+    """Returns True if the places are distinct for all inputs: counted ones, plus one number."""
     if prod(places.shape) == 1:
         return True
     inner = _strip_views_and_casts(places)
     summands = inner.sources if inner.op == "sum" else (inner,)
     vectors = [vector for vector in map(_strip_views_and_casts, summands) if prod(vector.shape) > 1]
-    is_count = len(vectors) == 1 and vectors[0].op == "count"
-    return is_count and not _is_repeated(places) and prod(places.shape) == prod(vectors[0].shape)
+    is_counted = len(vectors) == 1 and _trusted_inputs(vectors[0], "") == {}
+    return is_counted and not _is_repeated(places) and prod(places.shape) == prod(vectors[0].shape)
 
 
 def _is_repeated(index: Value) -> bool:
@@ -120,7 +120,7 @@ def _inputs_of_sum(value: Value) -> Roles | None:
         if size > 1 and step == 1 and blocks is not None and offsets is not None and not repeated:
             return blocks | offsets
     if min(terms.values()) > 0 and _are_distinct(value):
-        starts = [term for term in terms if _strip_views_and_casts(term).op != "count"]
+        starts = [term for term in terms if prod(_strip_views_and_casts(term).shape) == 1]
         roles = [_trusted_inputs(start, "") for start in starts]
         if None not in roles:
             return {leaf: role for known in roles for leaf, role in known.items()}  # type: ignore[union-attr]

@@ -177,6 +177,8 @@ def _propose(
     projections: Projections, down: Site, up: Site, by_identity: bool
 ) -> Proposal | Departure:
     """Returns the proposal of two sites, or why there is none."""
+    down.probe()
+    up.probe()
     try:
         return _Joiner(projections, down, up).proposal()
     except Departure as departure:

@@ -108,10 +108,12 @@ class ConeFacts:
 
     layouts   layouts of Values whose tokens are not mixed
     readings  what probing says; None before it was probed
+    site      the site that was probed: factors are numbers of its tables
     """
 
     layouts: dict[int, Layout]
     readings: dict[int, Reading] | None = None
+    site: Site | None = None
 
 
 def users_of(values: Iterable[Value]) -> dict[Value, list[Value]]:
@@ -287,8 +289,16 @@ class Site:
             places = [place for place in cone.layouts if self._is_probed(values[place])]
             probed = self._probe([values[place] for place in places])
             pairs = zip(places, probed, strict=True)
+            cone.site = self
             cone.readings = {place: reading for place, reading in pairs if reading is not None}
         return {values[place]: reading for place, reading in cone.readings.items()}
+
+    def probe(self) -> None:
+        """Reads the cone itself, if another of its structure was probed: that has other tables."""
+        facts, _ = self._facts
+        if facts.site is not self:
+            facts.readings = None
+            self.__dict__.pop("readings", None)
 
     def reading_of(self, value: Value) -> Reading | None:
         """Returns the reading of a Value that is in the cone or computed from it, or None."""

@@ -40,16 +40,8 @@ class OperatorNormMode(NpuOperators):
 class PartsCrossed(Base):
     """The query's rows are the first, the key's are others."""
 
-    def forward(  # type: ignore[override]
-        self,
-        x: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        kv_cache: Tensor,
-        kr_cache: Tensor,
-        slots: Tensor,
-        decoding: Tensor,
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, *given: Tensor) -> tuple[Tensor, Tensor]:
+        x, cos, sin, kv_cache, kr_cache, slots, decoding = given
         count = decoding.shape[0]
         x, self.others, _ = x.split([count, count, x.shape[0] - 2 * count])
         return super().forward(x, cos[:count], sin[:count], kv_cache, kr_cache, slots[:count])

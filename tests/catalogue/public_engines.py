@@ -336,16 +336,8 @@ class QueryByPosition(Base):
         q_nope, q_pe = (q * self.factor(positions, q)).split([D, DR], -1)
         return q_nope, q_pe
 
-    def forward(  # type: ignore[override]
-        self,
-        x: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        kv_cache: Tensor,
-        kr_cache: Tensor,
-        slots: Tensor,
-        positions: Tensor,
-    ) -> Tensor:
+    def forward(self, *given: Tensor) -> Tensor:
+        x, cos, sin, kv_cache, kr_cache, slots, positions = given
         q_nope, q_pe = self.query(x)
         c_kv, k_pe = self.latent(x)
         q_nope, q_pe = self.scaled(q_nope, q_pe, cos.unsqueeze(1), sin.unsqueeze(1), positions)
@@ -434,16 +426,8 @@ def requests_and_positions(requests: int = 6) -> tuple[Tensor, ...]:
 class RowOfEachRequest(Base):
     """A dense cache for each request, written at its own position."""
 
-    def forward(  # type: ignore[override]
-        self,
-        x: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        kv_cache: Tensor,
-        kr_cache: Tensor,
-        requests: Tensor,
-        positions: Tensor,
-    ) -> Tensor:
+    def forward(self, *given: Tensor) -> Tensor:
+        x, cos, sin, kv_cache, kr_cache, requests, positions = given
         q_nope, q_pe = self.query(x)
         c_kv, k_pe = self.latent(x)
         kv_cache[requests, positions] = c_kv

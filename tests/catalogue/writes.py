@@ -243,16 +243,8 @@ def parts_args() -> tuple[Tensor, ...]:
 class PartsOfTheBatch(Base):
     """Rows that decode and rows that are prefilled, as many as another argument has."""
 
-    def forward(  # type: ignore[override]
-        self,
-        x: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        kv_cache: Tensor,
-        kr_cache: Tensor,
-        slots: Tensor,
-        decoding: Tensor,
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, *given: Tensor) -> tuple[Tensor, Tensor]:
+        x, cos, sin, kv_cache, kr_cache, slots, decoding = given
         count = decoding.shape[0]
         sizes = [count, x.shape[0] - count]
         first, second = (
@@ -336,15 +328,8 @@ def static_cache_args() -> tuple[Tensor, ...]:
 class StaticCache(PagedRotateHalf):
     """Hugging Face StaticCache: [B, 1, S_max, width], index_copy_ on axis 2."""
 
-    def forward(
-        self,
-        x: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        kv_cache: Tensor,
-        kr_cache: Tensor,
-        position: Tensor,
-    ) -> Tensor:
+    def forward(self, *given: Tensor) -> Tensor:
+        x, cos, sin, kv_cache, kr_cache, position = given
         q_nope, q_pe = self.query(x)
         c_kv, k_pe = self.latent(x)
         c, sn = cos.unsqueeze(2), sin.unsqueeze(2)

@@ -70,6 +70,45 @@ def test_each_step_fuses(name: str) -> None:
         assert_as_exact(From(model, start), args, found)
 
 
+class Appended(Decode):
+    """The rows are written where the positions say."""
+
+    def forward(self, x: Tensor, kv: Tensor, kr: Tensor, slots: Tensor, start: int) -> Tensor:
+        cos, sin = self.cos[: len(x)], self.sin[: len(x)]
+        return PagedRotateHalf.forward(self, x, cos, sin, kv, kr, self.positions(len(x), start))
+
+
+APPENDED: dict[str, tuple[Positions, str]] = {
+    "arange from start": (POSITIONS["arange from start"], "in place"),
+    "arange + start": (POSITIONS["arange + start"], "in place"),
+    "slice": (lambda n, start: slice(start, start + n), "in place"),  # type: ignore[dict-item,return-value]
+    "before": (lambda n, start: torch.arange(start - 4, start - 4 + n), "staged"),
+    "times": (lambda n, start: torch.arange(n) * start, "staged"),
+    "back from start": (lambda n, start: torch.arange(start, start - n, -1), "staged"),
+}
+
+
+@pytest.mark.parametrize("name", one_in(1, APPENDED))
+def test_rows_are_appended_at_a_start(name: str) -> None:
+    """A start below 0 is another graph: the model counts it from the end, the kernel leaves such
+    rows out.
+    """
+    positions, placement = APPENDED[name]
+    torch.manual_seed(0)
+    model = Appended(positions)
+    torch._dynamo.reset()
+    run = torch.compile(model, backend=mf.backend(), fullgraph=True)
+    for start, expected in ((8, "in place"), (9, placement), (8, placement), (-9, "staged")):
+        x, _, _, *caches = paged_args(8)
+        args = (x, *caches)
+        given = clones(args)
+        with torch.no_grad():
+            found = [*flat(run(*given, start)), *given]
+        (fusion,) = mf.reports()[-1].fused
+        assert fusion.placement.startswith(expected)
+        assert_as_exact(From(model, start), args, found)
+
+
 def test_a_size_that_the_model_divides_by() -> None:
     """Verification draws numbers for it, 0 among them, which the model does not take."""
 
