@@ -140,8 +140,7 @@ def place_rows(
         obstacles += _pair_obstacles(graph, kv, kr)
     slots, tokens = kv.slots.shape[0], proposal.x.shape[0]
     if slots != tokens:
-        detail = f"{graph.size_text(slots)} slots for tokens [{graph.size_text(tokens)}]"
-        obstacles.append(Obstacle("cache.slots_count", detail))
+        obstacles.append(_count_obstacle(graph, slots, tokens))
     trusted_leaves = trusted_inputs(graph, kv.slots)
     if trusted_leaves is None:
         inputs = [
@@ -156,6 +155,12 @@ def place_rows(
 
 
 _CHANNELS, _PACKED = 2, 3  # kv_cache_quant_mode
+
+
+def _count_obstacle(graph: Graph, slots: int, tokens: int) -> Obstacle:
+    """Returns the obstacle of a write with another number of slots than tokens."""
+    detail = f"{graph.size_text(slots)} slots for tokens [{graph.size_text(tokens)}]"
+    return Obstacle("cache.slots_count", detail)
 
 
 def _row_dtype(proposal: Proposal) -> torch.dtype:
@@ -271,6 +276,9 @@ def _missing_write_obstacle(graph: Graph, rewrites: Rewrites, name: str, rows: V
             if is_open(width):
                 message = f"{call} writes to a cache that is {graph.size_text(width)} wide"
                 return Obstacle("cache.width", message)
+            counts = [prod(source.shape) for source in value.sources if not source.is_float]
+            if len(counts) == 1 and counts[0] not in (1, rows.shape[0]):
+                return _count_obstacle(graph, *counts, rows.shape[0])
             message = f"{call} is no write of whole rows of {name} by one number for each token"
             return Obstacle("cache.writer", message)
     for value in graph.written.values():

@@ -16,8 +16,9 @@ from math import prod
 import torch
 
 from mla_fusion.compat import guard, hint_of
-from mla_fusion.graph.bounds import fits
+from mla_fusion.graph import bounds
 from mla_fusion.graph.form import Value, filled_with, order
+from mla_fusion.graph.numbers import is_open
 from mla_fusion.graph.read import Graph
 
 Roles = dict[Value, str]
@@ -27,20 +28,30 @@ _EXACT = (torch.int32, torch.int64, torch.float32, torch.float64)
 def trusted_inputs(graph: Graph, index: Value) -> Roles | None:
     """Returns the inputs whose numbers are trusted to be valid row numbers, with their roles.
 
-    The roles are those of ``witness.draws``. A symbolic size is left out if a guard of the compiled
-    graph keeps it from being negative. Returns None if ``index`` may repeat a row, or is made in
-    another way.
+    The roles are those of ``witness.draws``. A symbolic size must not be negative. Counted
+    places, as many as a symbolic size says, must stay below their role, the size of a block. Both
+    are left out if guards of the compiled graph check that. Returns None if ``index`` may repeat a
+    row, or is made in another way.
     """
     roles = None if _is_repeated(index) else _trusted_inputs(index, "slots")
     if roles is None:
         return None
-    for leaf in [*roles]:
-        size = graph.size_of(leaf)
-        is_guarded = None if size is None else guard(size >= 0)
-        if size is not None and (hint_of(size >= 0) if is_guarded is None else is_guarded) is False:
+    for value, role in [*roles.items()]:
+        size, condition = graph.size_of(value), None
+        if size is not None:
+            condition = size >= 0
+        elif role.isdigit():
+            is_sum = value.op == "sum" and value.literal[0] == (1,)
+            count = _strip_views_and_casts(value.sources[0]) if is_sum else value
+            if count.op != "count":
+                return None
+            end = graph.unbound(count.shape[0]) + (int(value.literal[1]) if is_sum else 0)
+            condition = end <= graph.unbound(int(role))
+        is_guarded = None if condition is None else guard(condition)
+        if (hint_of(condition) if is_guarded is None else is_guarded) is False:
             return None
         if is_guarded:
-            del roles[leaf]
+            del roles[value]
     return roles
 
 
@@ -105,8 +116,6 @@ def _inputs_of_sum(value: Value) -> Roles | None:
     batch, scaled counts, or counts from a number on.
     """
     terms = dict(zip(value.sources, value.literal[0], strict=True))
-    if len(terms) == 1 and _strip_views_and_casts(value.sources[0]).op == "count":
-        return {} if value.literal[0][0] > 0 else None
     if len(terms) == 2:
         (entries, size), (places, step) = sorted(terms.items(), key=lambda term: -term[1])
         is_counted = [
@@ -118,7 +127,11 @@ def _inputs_of_sum(value: Value) -> Roles | None:
         offsets = _trusted_inputs(places, "positions" if is_counted[0] or is_single else "place")
         repeated = _is_repeated(entries) and _is_repeated(places)
         if size > 1 and step == 1 and blocks is not None and offsets is not None and not repeated:
-            return blocks | offsets
+            counted, limits = _strip_views_and_casts(places), bounds.of(places)
+            if not offsets and is_open(prod(counted.shape)):
+                offsets = {counted: str(size)}
+            is_inside = bool(offsets) or (limits is not None and limits[1] < size)
+            return blocks | offsets if is_inside else None
     if min(terms.values()) > 0 and _are_distinct(value):
         starts = [term for term in terms if prod(_strip_views_and_casts(term).shape) == 1]
         roles = [_trusted_inputs(start, "") for start in starts]
@@ -160,7 +173,7 @@ def _is_exact_cast(value: Value) -> bool:
 
     ``witness.draws`` draws slots in this range.
     """
-    return value.op == "cast" and (value.dtype in _EXACT or fits(value.sources[0], value.dtype))
+    return value.op == "cast" and (value.dtype in _EXACT or bounds.fits(value.sources[0], value.dtype))
 
 
 def _offset_source(terms: dict[Value, Fraction], size: Fraction) -> Value | None:
