@@ -173,7 +173,9 @@ def _is_exact_cast(value: Value) -> bool:
 
     ``witness.draws`` draws slots in this range.
     """
-    return value.op == "cast" and (value.dtype in _EXACT or bounds.fits(value.sources[0], value.dtype))
+    return value.op == "cast" and (
+        value.dtype in _EXACT or bounds.fits(value.sources[0], value.dtype)
+    )
 
 
 def _offset_source(terms: dict[Value, Fraction], size: Fraction) -> Value | None:
