@@ -463,15 +463,8 @@ def one_place_of_each_sequence() -> tuple[Tensor, ...]:
     args=one_place_of_each_sequence,
 )
 class CachesByPosition(Base):
-    def forward(  # type: ignore[override]
-        self,
-        x: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        kv_cache: Tensor,
-        kr_cache: Tensor,
-        positions: Tensor,
-    ) -> Tensor:
+    def forward(self, *given: Tensor) -> Tensor:
+        x, cos, sin, kv_cache, kr_cache, positions = given
         q_nope, q_pe = self.query(x)
         c_kv, k_pe = self.latent(x)
         kv_cache[:, positions], kr_cache[:, positions] = c_kv, rotated(k_pe, cos, sin)

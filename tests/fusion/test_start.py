@@ -120,3 +120,19 @@ def test_a_size_that_the_model_divides_by() -> None:
     (fusion,) = mf.reports()[-1].fused
     assert fusion.verified == "verified"
     assert_as_exact(model, args, fused)
+
+
+@pytest.mark.parametrize(("size", "placement"), [(4, "in place"), (2, "staged")])
+def test_places_that_are_counted_in_blocks(size: int, placement: str) -> None:
+    """Place 2 of a block of two rows is a row of the next block."""
+
+    def positions(n: int, start: int) -> Tensor:
+        return (torch.arange(n // 2)[:, None] * size + 2 * torch.arange(2)).flatten()
+
+    x, _, _, *caches = paged_args(8)
+    torch._dynamo.reset()
+    model = torch.compile(Appended(positions), backend=mf.backend(), dynamic=True)
+    with torch.no_grad():
+        model(x, *caches, 0)
+    (fusion,) = mf.reports()[-1].fused
+    assert fusion.placement.startswith(placement)
