@@ -436,9 +436,11 @@ def _(
     step: int = 1,
 ) -> Value:
     dim %= len(x.shape)
+    first = start or 0
     is_symbolic = isinstance(start, Size) or isinstance(end, Size)
-    if is_symbolic and step == 1 and _is_written_by_rows(c.form, x, src, dim):
-        return _write_run(c, x, src, dim, start or 0)
+    is_run = is_symbolic and step == 1 and end is not None and end - first == src.shape[dim]
+    if is_run and _is_written_by_rows(c.form, x, src, dim):
+        return _write_run(c, x, src, dim, first)
     first, last, step = slice(start, end, step).indices(x.shape[dim])
     if src.shape[dim] != len(range(first, last, step)):
         raise Departs  # a symbolic end was cut to the number that the axis is bound to

@@ -133,13 +133,18 @@ def _common_nodes(graph: Graph, value: Value) -> set[Node]:
     factor, unscaled = graph.form.split(value)  # the Value may be a number times a moved Value
     inner = graph.form.scaled(strip_reshapes(unscaled), factor)
     holders = (node for form in (inner, value) for node in graph.nodes_in_any_shape(form))
-    nodes = {node for node in holders if isinstance(node.meta["val"], torch.Tensor)}
+    nodes = holding_nodes = {node for node in holders if isinstance(value_of(node), torch.Tensor)}
     while len(nodes) > 1 and max(nodes).op == "call_function":
         last = max(nodes)
         sources = (node for node in last.all_input_nodes if node not in graph.parameters)
-        floats = {node for node in sources if getattr(value_of(node), "dtype", 0) in MODEL_FLOATS}
-        nodes = nodes - {last} | floats
-    return nodes
+        steps = {node for node in sources if _is_float(node) or node.op == "call_function"}
+        nodes = nodes - {last} | {node for node in steps if not is_size(node)}
+    return nodes if nodes and all(map(_is_float, nodes)) else {min(holding_nodes)}
+
+
+def _is_float(node: Node) -> bool:
+    """Returns True if the node holds one tensor of floats."""
+    return getattr(value_of(node), "dtype", None) in MODEL_FLOATS
 
 
 def _before_quantisation(graph: Graph, rows: Value) -> Value | None:

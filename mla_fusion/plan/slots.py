@@ -72,17 +72,21 @@ def _trusted_inputs(index: Value, role: str) -> Roles | None:
     if inner.op == "gather" and _are_distinct(inner.sources[1]):
         rows = inner.sources[0]
         return None if _is_repeated(rows) else _trusted_inputs(rows, role)
-    if inner.op == "sum" and inner.literal[1] >= 0:
-        is_shifted = inner.literal[0] == (1,)
-        return _trusted_inputs(inner.sources[0], role) if is_shifted else _inputs_of_sum(inner)
-    return None
+    if inner.op != "sum" or inner.literal[1] < 0:
+        return None
+    if inner.literal[0] != (1,):
+        return _inputs_of_sum(inner)
+    (source,) = inner.sources
+    return None if _is_repeated(source) else _trusted_inputs(source, role)
 
 
 def _is_scaled_count(value: Value) -> bool:
     """Returns True if the Value is a positive number times a count."""
     if value.op != "product" or len(value.sources) != 1 or value.literal[0] != (1,):
         return False
-    return value.literal[1].ratio > 0 and _strip_views_and_casts(value.sources[0]).op == "count"
+    (source,) = value.sources
+    is_count = _strip_views_and_casts(source).op == "count" and not _is_repeated(source)
+    return is_count and value.literal[1].ratio > 0
 
 
 def block_size_of(index: Value) -> int:
@@ -100,8 +104,10 @@ def _are_distinct(places: Value) -> bool:
     inner = _strip_views_and_casts(places)
     summands = inner.sources if inner.op == "sum" else (inner,)
     vectors = [vector for vector in map(_strip_views_and_casts, summands) if prod(vector.shape) > 1]
-    is_counted = len(vectors) == 1 and _trusted_inputs(vectors[0], "") == {}
-    return is_counted and not _is_repeated(places) and prod(places.shape) == prod(vectors[0].shape)
+    if len(vectors) != 1 or any(map(_is_repeated, (places, *vectors))):
+        return False
+    is_counted = _trusted_inputs(vectors[0], "") == {}
+    return is_counted and prod(places.shape) == prod(vectors[0].shape)
 
 
 def _is_repeated(index: Value) -> bool:
@@ -125,7 +131,9 @@ def _inputs_of_sum(value: Value) -> Roles | None:
         is_single = prod(_strip_views_and_casts(entries).shape) == 1
         blocks = _trusted_inputs(entries, "sequences" if is_counted[1] or is_single else "block")
         offsets = _trusted_inputs(places, "positions" if is_counted[0] or is_single else "place")
-        repeated = _is_repeated(entries) and _is_repeated(places)
+        repeated = prod(value.shape) > 1 and all(
+            prod(operand.shape) == 1 or _is_repeated(operand) for operand in terms
+        )
         if size > 1 and step == 1 and blocks is not None and offsets is not None and not repeated:
             counted, limits = _strip_views_and_casts(places), bounds.of(places)
             if not offsets and is_open(prod(counted.shape)):

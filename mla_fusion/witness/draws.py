@@ -118,6 +118,8 @@ class Draws:
         has_floor = any(word(node) in _FLOORS and not holds_integers(node) for node in nodes)
         self._least = 0 if has_floor else -_DECADES
         leaves_by_role = {role: leaf for leaf, role in leaves.items()}
+        x = self._shapes.get(leaves_by_role.get("x"))  # type: ignore[arg-type]
+        self._token_count = math.inf if x is None else math.prod(x[:-1])
         self._is_quantised = not {"scale", "token_scale", "tiles"}.isdisjoint(leaves_by_role)
         self._table = self._shapes[leaves_by_role["table"]] if "table" in leaves_by_role else (1,)
 
@@ -131,7 +133,7 @@ class Draws:
         slots[slots == end], slots[0] = slots[0].clone(), end
         slots = slots[slots < self._end]
         size, blocks = self._block, self._table[-1]
-        block_numbers = slots[slots < self._rows // size]
+        block_numbers = slots[slots < max(1, self._rows // size)]
         rows = {
             "slots": slots,
             "block": slots // size,
@@ -181,8 +183,9 @@ class Draws:
             dtype = torch.float64
         if role in rows:
             drawn = rows[role][:count]
-            if len(drawn) < count:
+            if len(drawn) < count <= self._token_count:
                 raise Unrunnable(leaf, f"{len(drawn)} rows are fewer than tokens")
+            drawn = drawn.repeat(-(-count // len(drawn)))[:count]  # not all are read
         elif role == "x":
             drawn = self._tokens(count // shape[-1], shape[-1], kind, dtype.itemsize == 1)
         elif dtype == torch.bool:

@@ -146,16 +146,8 @@ def flat_positions() -> tuple[Tensor, ...]:
 class GatheredFlat(Prologue):
     """[B, S] tokens, whose rows of the tables are taken all at once."""
 
-    def forward(
-        self,
-        x: Tensor,
-        positions: Tensor,
-        all_cos: Tensor,
-        all_sin: Tensor,
-        kv_cache: Tensor,
-        kr_cache: Tensor,
-        slots: Tensor,
-    ) -> Tensor:
+    def forward(self, *given: Tensor) -> Tensor:
+        x, positions, all_cos, all_sin, kv_cache, kr_cache, slots = given
         flat = (table.index_select(0, positions.flatten()) for table in (all_cos, all_sin))
         c, sn = (table.view(*positions.shape, 1, DR) for table in flat)
         q_nope, q_pe = self.query(x)

@@ -177,8 +177,16 @@ class SlotsFromBlockTable(Base):
     BlockSize.
     """
 
-    def forward(self, *given: Tensor) -> tuple[Tensor, Tensor]:
-        x, cos, sin, kv_cache, kr_cache, table, position = given
+    def forward(  # type: ignore[override]
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        kv_cache: Tensor,
+        kr_cache: Tensor,
+        table: Tensor,
+        position: Tensor,
+    ) -> tuple[Tensor, Tensor]:
         slots = self.slots_of(kv_cache, table, position)
         return super().forward(x, cos, sin, kv_cache, kr_cache, slots)
 

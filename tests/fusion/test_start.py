@@ -122,11 +122,13 @@ def test_a_size_that_the_model_divides_by() -> None:
     assert_as_exact(model, args, fused)
 
 
-@pytest.mark.parametrize(("size", "placement"), [(4, "in place"), (2, "staged")])
+@pytest.mark.parametrize(("size", "placement"), [(4, "in place"), (2, "staged"), (0, "staged")])
 def test_places_that_are_counted_in_blocks(size: int, placement: str) -> None:
     """Place 2 of a block of two rows is a row of the next block."""
 
     def positions(n: int, start: int) -> Tensor:
+        if not size:
+            return torch.arange(n).repeat_interleave(2)[:n] + 1
         return (torch.arange(n // 2)[:, None] * size + 2 * torch.arange(2)).flatten()
 
     x, _, _, *caches = paged_args(8)

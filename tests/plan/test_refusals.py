@@ -136,4 +136,4 @@ def test_operator_cache_mode() -> None:
 def test_operator_with_fewer_slots_than_tokens() -> None:
     *args, slots = base.paged_args(8)
     rejection = refused(traced_graph(prologues.NpuOperators(), *args, slots[:4]))
-    assert rejection.code == "reader.latent" and "one number for each token" in rejection.message
+    assert rejection.code == "reader.latent" and "4 slots for tokens [8]" in rejection.message
