@@ -313,14 +313,15 @@ def hint_of(size: Any) -> Any:
 def guard(condition: Any) -> bool | None:
     """Returns the value of a condition on sizes, and makes it a guard of the compiled graph.
 
-    torch compiles the graph again for another value. Returns None if nothing checks guards, unless
-    the condition holds for all values.
+    torch compiles the graph again for another value. If nothing checks guards, it returns True for
+    a condition that always holds, False for one that the trace breaks, else None.
     """
     if statically_known_true(condition):
         return True
     mode, env = getattr(_tracing_context(), "fake_mode", None), condition.node.shape_env
-    if mode is None or mode.shape_env is not env or env.frozen or hint_of(condition) is None:
-        return None
+    hint = hint_of(condition)
+    if mode is None or mode.shape_env is not env or env.frozen or hint is None:
+        return False if hint is False else None
     return bool(condition)
 
 

@@ -82,13 +82,12 @@ def _size_assumption(undecided: Undecided) -> str:
 
     Raises ContractError if the operator does not take the size that the graph was traced with.
     """
-    condition = undecided.sizes.condition(undecided.size)
-    guard_result = guard(condition)
-    if (hint_of(condition) if guard_result is None else guard_result) is False:
+    is_guarded = guard(undecided.sizes.condition(undecided.size))
+    if is_guarded is False:
         expected = f"{undecided.axis} {undecided.sizes}"
         actual = f"{undecided.axis} {hint_of(undecided.size)}, when the graph was traced"
         raise ContractError(f"dims.{undecided.axis.lower()}", undecided.argument, expected, actual)
-    if guard_result:
+    if is_guarded:
         return ""
     return f"{undecided.axis} ({undecided.size}) is {undecided.sizes}: {OPERATOR} takes no other"
 

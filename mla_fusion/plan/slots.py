@@ -15,7 +15,7 @@ from math import prod
 
 import torch
 
-from mla_fusion.compat import guard, hint_of
+from mla_fusion.compat import guard
 from mla_fusion.graph import bounds
 from mla_fusion.graph.form import Value, filled_with, order
 from mla_fusion.graph.numbers import is_open
@@ -48,7 +48,7 @@ def trusted_inputs(graph: Graph, index: Value) -> Roles | None:
             end = graph.unbound(count.shape[0]) + (int(value.literal[1]) if is_sum else 0)
             condition = end <= graph.unbound(int(role))
         is_guarded = None if condition is None else guard(condition)
-        if (hint_of(condition) if is_guarded is None else is_guarded) is False:
+        if is_guarded is False:
             return None
         if is_guarded:
             del roles[value]
