@@ -57,7 +57,8 @@ def test_right_slots_pass(model: type[nn.Module], dynamic: bool) -> None:
         module, args, compiled(module, clones(args), mf.backend(CHECKED), dynamic=dynamic)
     )
     (fusion,) = mf.reports()[-1].fused
-    assert fusion.placement == "in place"
+    is_literal = dynamic and model is prologues.BlockOffset  # blocks of 16 in caches of any blocks
+    assert (fusion.placement != "in place") is is_literal
     assert not any("slots" in text for text in fusion.assumptions)
 
 
