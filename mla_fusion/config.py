@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,10 +95,9 @@ class Config:
                     raise ValueError(f"Config.{field}: {error}") from None
         for field in ("skip", "targets"):
             value = getattr(self, field)
-            if isinstance(value, str):
-                raise ValueError(
-                    f"Config.{field} takes a sequence, got the string {value!r}; write ({value!r},)"
-                )
+            if isinstance(value, str) or not isinstance(value, Iterable):
+                hint = f"; write ({value!r},)" if isinstance(value, str) else ""
+                raise ValueError(f"Config.{field} takes a sequence, got {value!r}{hint}")
             object.__setattr__(self, field, tuple(value))
         for entry in self.skip:
             if not isinstance(entry, str) and not callable(entry):

@@ -60,11 +60,16 @@ def release(parameters: Iterable[Tensor] | nn.Module) -> int:
     parameters  those that the weights were made of, or a module that has them
 
     What :func:`mla_fusion.prepack` laid out is contiguous again. Call it before weights are loaded.
+
+    Raises TypeError for anything else.
     """
     if isinstance(parameters, nn.Module):
         _unfollow(parameters)
         parameters = _tensors(parameters)
-    tensors = list(parameters)
+    tensors = [*parameters] if isinstance(parameters, Iterable) else [parameters]
+    if isinstance(parameters, Tensor) or not all(isinstance(one, Tensor) for one in tensors):
+        kind = type(parameters).__name__
+        raise TypeError(f"release takes a module or a sequence of parameters, got a {kind}")
     return len(cache.drop([*plain(tensors)]) | prepack.give_back(tensors))
 
 

@@ -118,6 +118,10 @@ def test_gradients_are_declined() -> None:
         (lambda: mf.Config(cann="9.9"), ValueError, "9.0, 9.1, .*latest"),
         (lambda: mf.Config(soc="910"), ValueError, "A2 .*, A3 .*, A5 "),
         (lambda: mf.Config(skip="layers.1"), ValueError, "sequence"),  # type: ignore[arg-type]
+        (lambda: mf.Config(targets=None), ValueError, "sequence"),  # type: ignore[arg-type]
+        (lambda: mf.release(3), TypeError, "a module or a sequence"),  # type: ignore[arg-type]
+        (lambda: mf.audit(torch.relu, torch.relu, soc="A9"), ValueError, "one of A2, A3, A5"),
+        (lambda: mf.audit(torch.relu, torch.relu, tolerance=-1), ValueError, "positive"),
         (lambda: mf.torchair_pass(mf.Config(skip=(lambda c: True,))), ValueError, "module-level"),
     ],
 )

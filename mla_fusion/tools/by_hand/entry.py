@@ -15,7 +15,7 @@ import torch
 from torch.export import ExportedProgram
 
 from mla_fusion._gone import without_gone_options
-from mla_fusion.meta import check, preprocess
+from mla_fusion.meta import check, limits, preprocess
 from mla_fusion.tools.by_hand import exact, memory
 from mla_fusion.tools.by_hand.calls import Arguments, Call, Refused, Watch
 from mla_fusion.tools.by_hand.memory import Target, values_of
@@ -63,7 +63,13 @@ def audit(
     proves them equal over the real numbers (without rounding), or shows that they differ
     (``witness``: inputs that show it), or does not decide (``equal`` is None), with the step at
     which the two part. Raises ValueError if there is no reference.
+
+    Raises ContractError for limits that no table has, and ValueError for a tolerance that is no
+    positive number.
     """
+    limits("npu_mla_prolog_v3", soc, cann, path)  # knows the names
+    if tolerance is not None and not 0 < tolerance < math.inf:
+        raise ValueError(f"tolerance must be a positive number, got {tolerance!r}")
     fused, reference = _callable(fused), None if reference is None else _callable(reference)
     modules, calls, refusals = memory.modules_of(fused), list[Call](), list[Finding]()
 

@@ -48,7 +48,8 @@ def explain(
     graph: int = 1,
 ) -> Report:
     """Returns what :func:`fuse` would do, with the same reasons. Changes nothing. Raises a
-    ValueError that says why, for a file that cannot be read or lacks parts of the graph.
+    ValueError that says why, for a file that lacks parts of the graph or is damaged, and OSError
+    for one that cannot be read.
 
     gm        a graph as :func:`fuse` takes it, or the path of an FX listing that torchair or torch
               wrote, from which the graph is rebuilt
