@@ -277,7 +277,7 @@ def _missing_write_obstacle(graph: Graph, rewrites: Rewrites, name: str, rows: V
                 message = f"{call} writes to a cache that is {graph.size_text(width)} wide"
                 return Obstacle("cache.width", message)
             counts = [prod(source.shape) for source in value.sources if not source.is_float]
-            if len(counts) == 1 and counts[0] not in (1, rows.shape[0]):
+            if len(counts) == 1 and counts[0] not in (1, rows.shape[0], prod(rows.shape)):
                 return _count_obstacle(graph, counts[0], rows.shape[0])
             message = f"{call} is no write of whole rows of {name} by one number for each token"
             return Obstacle("cache.writer", message)

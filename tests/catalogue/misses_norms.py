@@ -10,11 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .base import DR, HCKV, HCQ, Base, HfNorm, wide
-from .entry import (
-    Methods,
-    miss,
-    misses,
-)
+from .entry import Methods, miss, misses
 from .norms import by_scale, norm
 from .projections import WideProducts
 
@@ -143,9 +139,8 @@ class NormOverHalf(HfNorm):
     def forward(self, x: Tensor) -> Tensor:
         wide = x.float()
         half = wide[..., : x.shape[-1] // 2]
-        return self.weight * (wide * torch.rsqrt(half.pow(2).mean(-1, keepdim=True) + self.eps)).to(
-            x.dtype
-        )
+        scale = torch.rsqrt(half.pow(2).mean(-1, keepdim=True) + self.eps)
+        return self.weight * (wide * scale).to(x.dtype)
 
 
 @miss("norm.absent", tags="norm")
