@@ -23,7 +23,7 @@ from mla_fusion.compile.dynamo import differs_by_call, mark_numbers
 from mla_fusion.compile.inplace import ready_to_run, runs_fx_graph
 from mla_fusion.config import Config
 from mla_fusion.fx.build import GraphBuilder, Recipe
-from mla_fusion.fx.kinds import filled_with, is_reshape, shape_of, value_of, word
+from mla_fusion.fx.kinds import filled_with, is_random, is_reshape, shape_of, value_of, word
 from mla_fusion.fx.module_path import label
 from mla_fusion.fx.sizes import has_symbols, is_size, is_symbolic, same_shape
 from mla_fusion.fx.vector_numbers import Exact
@@ -232,7 +232,8 @@ class BoundaryBuilder(GraphBuilder):
         them. A value that is one number everywhere is filled again, without the tensor that only
         gave its dtype.
 
-        Raises ``_UnpackableError`` for the size of a tensor: it may be the number of tokens.
+        Raises ``_UnpackableError`` for the size of a tensor, which may be the number of tokens, and
+        for a step that draws numbers.
         """
         graph = Graph()
         numbers = [node for node in self._originals if is_size(node)]
@@ -248,7 +249,7 @@ class BoundaryBuilder(GraphBuilder):
             value: Any = value_of(node)
             if is_symbolic(value) and expression_of(value) in by_value:
                 copies[node] = by_value[expression_of(value)]
-            elif word(node) in ("sym_size", "sym_numel"):
+            elif word(node) in ("sym_size", "sym_numel") or is_random(node):
                 raise _UnpackableError
             elif node in fills:
                 options = {"dtype": value.dtype, "device": value.device}

@@ -702,7 +702,8 @@ class Graph:
     def _in_node_format(self, call: Call, reading: Reading) -> Reading:
         """A result in the dtype and shape that the node has."""
         if isinstance(reading, list) and isinstance(call.shape, list):
-            parts = zip(reading, call.shape, call.dtype, strict=True)
+            # a listing leaves out results behind the last one that is read
+            parts = zip(reading[: len(call.shape)], call.shape, call.dtype, strict=True)
             return [self._in_format(part, shape, dtype) for part, shape, dtype in parts]
         return self._in_format(reading, call.shape, call.dtype)
 

@@ -223,7 +223,7 @@ class Draws:
             drawn = drawn[..., :1].expand(shape).contiguous()
         if large and role == "gamma":
             drawn *= 10.0**_DECADES
-        for axis in {0, len(shape) - 1} if large and dtype in MODEL_FLOATS else ():
+        for axis in {0, len(shape) - 1} if large and shape and dtype in MODEL_FLOATS else ():
             drawn.select(axis, shape[axis] // 3).mul_(60)
             drawn.select(axis, shape[axis] // 2).mul_(15)
         return drawn
