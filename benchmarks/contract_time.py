@@ -15,9 +15,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from mla_fusion import meta  # before torch, where torch_npu is installed without CANN
+
+# isort: split
 import torch
 
-from mla_fusion import meta
 from mla_fusion.tools.selftest.samples import DEEPSEEK_V3, sample_call
 
 OP = "npu_mla_prolog_v3_functional"

@@ -476,7 +476,9 @@ class Graph:
                 for part in ("real", "imag")
             )
             return Pair(*parts)
-        return self.form.leaf(name, shape, tensor.dtype, model)
+        # one number, such as an adapter's, may be part of a weight
+        is_scalar = not shape and tensor.is_floating_point()
+        return self.form.leaf(name, shape, tensor.dtype, model or is_scalar)
 
     def _attribute(self, node: Node) -> Reading:
         """The reading of an attribute: a constant for a small tensor of literals, else a leaf."""

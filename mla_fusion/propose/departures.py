@@ -94,10 +94,23 @@ def departures_to_report(
 def _is_layer(value: Value) -> bool:
     """Returns True if the Value is a product with a weight, or an operator in place of one."""
     if value.op == "dot":
-        return value.sources[1].weight
+        return value.sources[1].weight or _has_changing_weight(value)
     has_matrix = any(source.weight and len(source.shape) > 1 for source in value.sources)
     is_opaque = value.op == "opaque" and has_matrix and not value.model
     return is_opaque and _rows(value).shape[-1:] != value.shape[-1:]
+
+
+def _has_changing_weight(layer: Value) -> bool:
+    """Returns True if a product is with what is made of a weight and of an argument of the call."""
+    right = layer.sources[-1]
+    is_changing = layer.op == "dot" and not (right.model or right.active)
+    return is_changing and any(source.weight for source in right.sources)
+
+
+def _changing_weight_reason(layer: Value) -> Reason:
+    """Returns the reason for such a product."""
+    text = "%s multiplies by %s, which is no weight that is equal for all calls"
+    return Reason("linear.hidden", text, (layer, layer.sources[1]))
 
 
 def _rows(layer: Value) -> Value:
@@ -498,6 +511,8 @@ class _NearMisses:
         up  the product of the query's latents
         """
         for layer in layers:
+            if _has_changing_weight(layer):
+                return _changing_weight_reason(layer)
             rows, node = _rows(layer), self._node(layer)
             weights = order(source for source in layer.sources if source.weight)
             dtype = next((weight.dtype for weight in weights if weight.dtype.itemsize == 1), None)
@@ -534,6 +549,8 @@ class _NearMisses:
                 return Reason("quant.tokens_differ", text, (layer, q_layer))
             if layer.op == "opaque" and (reason := self._quantisation_reason((layer,))) is not None:
                 return reason
+            if _has_changing_weight(layer):
+                return _changing_weight_reason(layer)
         cause = self.odd_step_below(other_layers)
         if cause is not None and cause.code:
             return cause
@@ -548,6 +565,10 @@ class _NearMisses:
 
     def _absorb_reason(self, departure: Departure, down: Site, up: Site) -> Reason | None:
         """Returns why no part of the query is multiplied by W_uk, or None."""
+        products = {*up.layers}
+        for head, layers, _ in self.heads:
+            if _has_changing_weight(head) and not products.isdisjoint(layers):
+                return _changing_weight_reason(head)
         direct_query = None if rotated_pairs(up) else self._direct_query(down)
         return direct_query or self._odd_part(up)
 

@@ -300,7 +300,7 @@ class _Joiner:
                 raise Departure("linear.symbolic", detail, up.roots)
             if self.identity_reason is not None:
                 raise Departure("rope.absent", "no part of the query is rotated", up.roots)
-            detail = "no part of the query is multiplied with W_uk"
+            detail = "no part of the query is multiplied with W_uk as it is projected"
             raise Departure("absorb.absent", detail, up.roots)
         weight_uk = form.join([product.weight for product in absorbed], 0)
         heads, _, latent = weight_uk.shape

@@ -30,7 +30,7 @@ EXPECTED = {
     ],
     "inspect_a_dump.py": [
         "MlaPrologV3: layer 0",
-        "No copies of caches or weights.",
+        "Followed from input to output, and not copied: arg9_1, arg11_1.",
         "would fuse 1, left 0",
     ],
 }

@@ -154,7 +154,7 @@ OPTIONS: dict[str, Any] = {
     "soc": "A2",
     "staging": "always",
     "kr_layout": "half",
-    "targets": ("v3", "key"),
+    "targets": ("v3", "identity"),
     "skip": ("no.such.layer",),
     "updates": "every call",
     "slots": "checked",

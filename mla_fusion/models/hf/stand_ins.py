@@ -54,9 +54,9 @@ class SplitQuery:
         """Returns products with tensors. Dynamo calls it, and so does a tensor on the left."""
         if function not in _PRODUCTS or len(args) != 2:
             return NotImplemented
-        left, right = args
-        product: SplitQuery = left * right if isinstance(left, SplitQuery) else right * left
-        return product
+        query, factor = args if isinstance(args[0], SplitQuery) else reversed(args)
+        scaled: SplitQuery = query.__mul__(factor)  # ``*`` would come back here in a trace
+        return scaled
 
     @property
     def shape(self) -> torch.Size:
