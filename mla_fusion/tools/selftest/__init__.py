@@ -13,6 +13,7 @@ from fnmatch import fnmatch
 from functools import partial
 from typing import Any
 
+from mla_fusion.machine import compiling_for
 from mla_fusion.reference import chip
 from mla_fusion.report import text_tables
 from mla_fusion.tools import installed
@@ -61,7 +62,7 @@ def run(device: Device, only: str = "*", progress: Callable[[Result], object] = 
     nothing; ``progress`` is called with each result.
     """
     results = []
-    with chip(device.soc):
+    with chip(device.soc), compiling_for(device.soc):
         for name, check in _checks(device):
             if fnmatch(name, f"*{only}*"):
                 results.append(check())
