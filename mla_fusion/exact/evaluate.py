@@ -268,16 +268,17 @@ class Evaluation:
 
     def _moved_beside(self, value: Value, elements: Elements, layout: Layout) -> Elements | None:
         """A move of a weight's places, or of elements; or a sum along axes. None: it is random."""
+        shape = self.binding.shape(layout)
         if not isinstance(elements, Weight) or value.op == "reduce":
-            return self._move(value, self.dense(elements), self.binding.shape(layout))
+            return self._move(value, self.dense(elements), shape)
         if value.op == "reshape":
-            return elements.reshaped(value.shape)
+            return elements.reshaped(shape)
         if value.op == "permute":
             return elements.permuted(value.literal)
         if value.op == "expand":
-            return elements.expanded(value.shape)
+            return elements.expanded(shape)
         axis, start, step = value.literal
-        return elements.taken(axis, torch.arange(value.shape[axis]) * step + start)
+        return elements.taken(axis, torch.arange(shape[axis]) * step + start)
 
     def _elementwise_beside(
         self, value: Value, operands: list[Elements], layout: Layout
@@ -289,10 +290,12 @@ class Evaluation:
             return operands[0]
         tensors = [operand for operand in operands if isinstance(operand, Tensor)]
         if len(tensors) < len(operands):
-            return self._product_of_weights(value, operands)
+            return self._product_of_weights(value, operands, layout)
         return self._elementwise(value, tensors).expand(self.binding.shape(layout))
 
-    def _product_of_weights(self, value: Value, operands: list[Elements]) -> Elements | None:
+    def _product_of_weights(
+        self, value: Value, operands: list[Elements], layout: Layout
+    ) -> Elements | None:
         """A product of weights as a weight. None for any other operation of weights."""
         if value.op != "product" or value.literal[1].roots or set(value.literal[0]) != {1}:
             return None
@@ -300,7 +303,7 @@ class Evaluation:
         for operand in operands:
             if not isinstance(operand, Weight):
                 return None
-            expanded = operand.expanded(value.shape)
+            expanded = operand.expanded(self.binding.shape(layout))
             product = expanded if product is None else product.times(expanded)
         return product.scaled(field.fraction(value.literal[1].ratio, self.p)) if product else None
 
