@@ -32,6 +32,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor
 from torch._C import DispatchKey, DispatchKeySet, FunctionSchema
+from torch._C import _DisableAutocast as without_autocast
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch._subclasses.fake_tensor import unset_fake_temporarily as without_fake_mode
@@ -70,6 +71,7 @@ __all__ = [  # names of torch as they are; this file has functions besides
     "tree_leaves",
     "tree_map",
     "tree_map_only",
+    "without_autocast",
     "without_fake_mode",
     "without_modes",
 ]

@@ -17,7 +17,7 @@ from torch.nn import Module
 from mla_fusion.commit import transaction
 from mla_fusion.commit.rewrite import Writer, keep_output_names
 from mla_fusion.commit.verify import Verifier
-from mla_fusion.compat import HigherOrderOperator, without_modes
+from mla_fusion.compat import HigherOrderOperator, without_autocast, without_modes
 from mla_fusion.config import Config
 from mla_fusion.fx import memory, module_path, strides
 from mla_fusion.fx.build import GraphBuilder, describe_attributes
@@ -101,8 +101,13 @@ def run(
         report.absent = ("the pass is off: Config.enable is False",)
     else:
         # a compiler calls the pass in its fake mode; probes need real tensors
-        for_chip = compiling_for(config.machine.soc)
-        with without_modes(), for_chip, default_device_cpu(), use_cpu_threads(1) as usual:
+        with (
+            without_modes(),
+            without_autocast(),
+            compiling_for(config.machine.soc),
+            default_device_cpu(),
+            use_cpu_threads(1) as usual,
+        ):
             report = _run_or_report_defect(gm, config, builder, usual, boundary)
     report.nodes_before = count
     report.timings["total"] = perf_counter() - start_time

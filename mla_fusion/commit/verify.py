@@ -93,7 +93,13 @@ def _compare_plan(plan: Plan) -> Outcome:
         new_nodes = {node: writer.write_replaced(node) for node in plan.replaced}
     new_module.graph.output(tuple(new_nodes.values()))
     pairs = [
-        Pair(plan.part_name(value), node, new_nodes[node], _number_form(plan, value, node))
+        Pair(
+            plan.part_name(value),
+            node,
+            new_nodes[node],
+            _number_form(plan, value, node),
+            plan.dims["Dr"],
+        )
         for node, value in plan.replaced.items()
     ]
     roles = x_roles | _roles(plan, x_roles)

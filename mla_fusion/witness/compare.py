@@ -66,12 +66,14 @@ class Pair:
     form    "": numbers as they are. "hifloat8": bytes of that format. "powers": e8m0 scales, a few
             of which may differ by one step. "tiles": rows of tiles. "halves": the new value has the
             rotated halves side by side that the original one interleaves
+    width   how many numbers a row of halves has
     """
 
     part: str
     before: Node
     after: Node
     form: str = ""
+    width: int = 0
 
     def numbers(self, values: Values, of_original: Values | None = None) -> Tensor:
         """Returns the numbers of the original value, or those of the new value, comparable with it.
@@ -91,7 +93,7 @@ class Pair:
             return value
         expected = self.numbers(of_original)
         if self.form == "halves":
-            value = value.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
+            value = value.reshape(-1, 2, self.width // 2).transpose(-1, -2)
         if self.form == "powers" and (value != expected).double().mean() < _MOVED_SCALES:
             value = torch.where((value / expected - 1.25).abs() <= 0.75, expected, value)
         return value.reshape(expected.shape) if value.numel() == expected.numel() else value
