@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable, Iterator
 from time import perf_counter
 
+from torch import Tensor
 from torch.fx import Graph as FxGraph
 from torch.fx import GraphModule, Node
 from torch.nn import Module
@@ -146,6 +147,11 @@ def _check_graph(gm: object) -> None:
             raise ValueError(
                 f"node {node.name} carries no meta['val']; capture the graph with AOT autograd, "
                 "torch.export or make_fx, or run FakeTensorProp over it first"
+            )
+        if node.op == "call_function" and type(node.meta.get("val")) is Tensor:
+            raise ValueError(
+                f"node {node.name} carries a real tensor in meta['val'], not a FakeTensor; run "
+                "FakeTensorProp over the graph"
             )
 
 
@@ -322,7 +328,7 @@ def _in_bodies(graph: Graph) -> Iterator[Departure]:
         has_prologue = len(departures) < len(candidates)
         if has_prologue or departures_to_report(projections, departures, []):
             caller = callers[0]
-            detail = f"{caller.name} ({caller.target}) runs it in {node.target}"
+            detail = f"{caller.name} runs it in {node.target}"
             yield Departure("graph.branch", detail, list(values_of(graph.readings[caller])))
 
 

@@ -104,6 +104,7 @@ def label(node: Node, root_name: Callable[[], str] = str) -> str:
     if node.target is operator.getitem and isinstance(node.args[0], Node):
         return label(node.args[0], root_name)
     path, step = _path(node) or root_name(), op_name(node).rpartition(":")[2].strip("_")
+    step = step or node.name  # a condition, or a loop
     return f"{path}'s {'cast' if step == 'to_copy' else step}" if path else node.name
 
 

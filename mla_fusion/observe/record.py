@@ -30,7 +30,7 @@ from mla_fusion.plan.contract import OPERATOR
 from mla_fusion.plan.outputs import first_nodes
 from mla_fusion.plan.plan import Plan
 from mla_fusion.plan.skip import is_named
-from mla_fusion.propose.departures import has_root
+from mla_fusion.propose.norms import radicands
 from mla_fusion.propose.sites import Projections
 from mla_fusion.report.rejection import Rejection, message
 from mla_fusion.report.report import Fusion, Report
@@ -273,7 +273,7 @@ def describe_absence(projections: Projections) -> tuple[str, ...]:
     if any(map(is_empty, graph.gm.graph.find_nodes(op="placeholder"))):
         return ("no tokens in this graph: it was compiled for a call with none",)
     counts = [len(site.products) for site in projections.sites.values()]
-    norms = sum(has_root([value]) for value in values)
+    norms = len({radicand for value in values for radicand in radicands(value)})
     dots = [value.sources[1] for value in values if value.op == "dot"]
     by_head = sum(bool(factor.weight) and len(factor.shape) == 3 for factor in dots)
     writes = sum(value.op == "write" for value in values)

@@ -220,13 +220,17 @@ def _changed_rows_obstacle(
 
     written_rows  what is written, over the results
     """
-    cache = _written_input(graph, write)
-    target = "what is no input" if cache is None else cache.name
+    memory = graph.nodes.get(strip(write.sources[0], *MOVES), ())
+    target = next((node.name for node in memory if node.op == "placeholder"), "what is no input")
     steps = [value for value in order([written_rows], [rows]) if value.active]
     if any(value.op == "leaf" for value in steps):
         message = f"one row of {target} holds latent and rotated key; the kernel writes two caches"
         return Obstacle("cache.joined_row", message)
     if prod(written_rows.shape) != prod(rows.shape):
+        if written_rows.shape[:1] == rows.shape[:1]:
+            sizes = f"{prod(written_rows.shape[1:])} numbers, not {prod(rows.shape[1:])}"
+            detail = f"a row of {name} is written to {target} as {sizes}"
+            return Obstacle("cache.rows_changed", detail)
         return Obstacle("cache.slots_count", f"some of the rows of {name} are written to {target}")
     is_scaled = graph.form.split(written_rows)[0] != ONE
     if is_scaled or any(step.op not in MOVES and step.op != "gather" for step in steps):
@@ -234,11 +238,10 @@ def _changed_rows_obstacle(
         message = f"the rows of {name} are {change} before they are written"
         return Obstacle("cache.rows_changed", message)
     key_kernels = (claim.kernel for claim in proposal.claims if claim.part == "kr_rows")
-    if name == "kr_cache" and strip_reshapes(written_rows) in map(strip_reshapes, key_kernels):
+    if proposal.has_pairs and strip_reshapes(written_rows) in map(strip_reshapes, key_kernels):
         return PAIRS
-    return Obstacle(
-        "cache.row_order", f"the rows of {name} are written to {target} in another order"
-    )
+    detail = f"the rows of {name}, or their columns, are written to {target} in another order"
+    return Obstacle("cache.row_order", detail)
 
 
 def _missing_write_obstacle(graph: Graph, rewrites: Rewrites, name: str, rows: Value) -> Obstacle:

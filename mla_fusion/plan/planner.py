@@ -236,8 +236,7 @@ class Planner:
         """Returns the claims; they say that rotated rows are halves, as the kernel's, if
         ``Config.kr_layout`` asks for that and the model's own rows are pairs.
         """
-        layout_after = proposal.rotation[1] if proposal.rotation is not None else ""
-        if self.config.kr_layout != "half" or layout_after != "interleaved":
+        if self.config.kr_layout != "half" or not proposal.has_pairs:
             return claims
         form, results = self.graph.form, proposal.results
         rows = {"query_rope": results.query_rope, "kr_rows": results.kr_rows}

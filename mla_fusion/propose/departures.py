@@ -29,7 +29,7 @@ from mla_fusion.graph.call import RULES, name_of
 from mla_fusion.graph.departure import UNKNOWN, Departure
 from mla_fusion.graph.form import BYTES, MOVES, Value, filled_with, order, strip
 from mla_fusion.graph.layout import Layout, Mixed, layout_of, token_layout
-from mla_fusion.propose.norms import read_norm
+from mla_fusion.propose.norms import radicands, read_norm
 from mla_fusion.propose.quantised import operand_format, split_blocks, unquantised_rows
 from mla_fusion.propose.rotations import ROPE, rotated_pairs
 from mla_fusion.propose.sites import Projections, Site, users_of
@@ -781,6 +781,5 @@ def _is_norm_path(steps: Sequence[Value]) -> bool:
 
 
 def has_root(steps: Iterable[Value]) -> bool:
-    """Returns True if one of the steps takes a square root."""
-    powers = (power for step in steps if step.op == "product" for power in step.literal[0])
-    return any(power.denominator == 2 for power in powers)
+    """Returns True if one of the steps takes a root."""
+    return any(True for step in steps for _ in radicands(step))

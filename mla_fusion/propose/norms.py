@@ -108,10 +108,14 @@ def read_norm(site: Site, value: Value, what: str) -> Norm:
 def _sums_under_roots(site: Site, value: Value) -> Iterator[Value]:
     """Yields the sums of which a root is taken on the way to a Value."""
     for step in computed_from([value], site.roots):
-        exponents = step.literal[0] if step.op == "product" else ()
-        for source, exponent in zip(step.sources, exponents, strict=False):
-            if exponent.denominator > 1 and source.op == "sum":
-                yield source
+        yield from (radicand for radicand in radicands(step) if radicand.op == "sum")
+
+
+def radicands(step: Value) -> Iterator[Value]:
+    """Yields the Values of which a step takes a root."""
+    if step.op == "product":
+        powers = zip(step.sources, step.literal[0], strict=True)
+        yield from (source for source, power in powers if power.denominator > 1)
 
 
 def _epsilon_candidates(site: Site, value: Value, size: int) -> Iterator[Fraction]:

@@ -72,6 +72,11 @@ class Proposal:
     model_heads: int = 0
 
     @property
+    def has_pairs(self) -> bool:
+        """Returns True if the model's rotated rows are pairs, where the kernel's are halves."""
+        return self.rotation is not None and self.rotation[1] == "interleaved"
+
+    @property
     def activations(self) -> dict[Value, Layout]:
         """Returns the activation from which claims are proved, with its layout."""
         return {self.x: token_layout(self.x.shape[:1], self.x.shape[1:])}

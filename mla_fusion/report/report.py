@@ -62,8 +62,8 @@ class Fusion:
     placement   "in place" (the kernel writes the model's caches), "staged: <the first of
                 staged_by>", or "written by the kernel into new caches .." (the model returns new
                 ones)
-    staged_by   every obstacle between a staged fusion and a write in place, with what to write
-                instead
+    staged_by   what stands between a staged fusion and a write in place, as far as it was found,
+                with what to write instead
     leaves      what a staged fusion leaves in the graph, and what a step pays for it
     operators_before, operators_after  operators of the prologue and its cache writes, without views
     saves       an estimate of what a call saves, in words; "" if none can be made

@@ -52,7 +52,7 @@ REMEDIES: dict[str, str] = {
     "cache.dtype": "Give the cache the dtype of the rows.",
     "cache.old_rows_read": "Read the cache only after the write.",
     "cache.rows_read": "Write the rows once, to one cache.",
-    "cache.row_order": "Write the rows in the order of the tokens.",
+    "cache.row_order": "Write the rows in the order of the tokens, and the columns as they are.",
     "cache.blocks_differ": (
         "Give both caches the same BlockNum and BlockSize. Of sizes that mark_dynamic made "
         "symbols, say that they are equal: torch._check(kv_cache.shape[0] == kr_cache.shape[0])."

@@ -15,19 +15,24 @@ from .rotations import pairs
 class GatheredTables(Base):
     """Tables of all positions, indexed in the graph; slots serve as positions."""
 
-    def forward(self, *given: Tensor) -> tuple[Tensor, Tensor]:
-        x, cos, sin, *caches, slots = given
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor
+    ) -> tuple[Tensor, Tensor]:
         positions = slots % 8
-        return super().forward(x, cos[positions], sin.index_select(0, positions), *caches, slots)
+        return super().forward(
+            x, cos[positions], sin.index_select(0, positions), kv_cache, kr_cache, slots
+        )
 
 
 @entry(IN_PLACE, source=OURS, tags="tables, device")
 class TablesLookedUpTwice(Base):
     """Each side of the attention looks its rows up with an operator of its own."""
 
-    def forward(self, *given: Tensor) -> tuple[Tensor, Tensor]:
-        self.tables, self.positions = given[1:3], given[-1] % 8
-        return super().forward(*given)
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        self.tables, self.positions = (cos, sin), slots % 8
+        return super().forward(x, cos, sin, kv_cache, kr_cache, slots)
 
     def rotate_q(self, q_pe: Tensor, c: Tensor, s: Tensor) -> Tensor:
         c, s = (table[self.positions].unsqueeze(1) for table in self.tables)
