@@ -107,12 +107,6 @@ def _has_changing_weight(layer: Value) -> bool:
     return is_changing and any(source.weight for source in right.sources)
 
 
-def _changing_weight_reason(layer: Value) -> Reason:
-    """Returns the reason for such a product."""
-    text = "%s multiplies by %s, which is no weight that is equal for all calls"
-    return Reason("linear.hidden", text, (layer, layer.sources[1]))
-
-
 def _rows(layer: Value) -> Value:
     """Returns the activation that a layer reads."""
     return next(source for source in layer.sources if not source.model)
@@ -503,6 +497,27 @@ class _NearMisses:
             reason.code, f"{reason.text}; {cause.text}", (*values, *cause.values), cause.step
         )
 
+    def _weight_reason(self, layer: Value) -> Reason | None:
+        """Returns the reason if a weight changes with the call, or is scaled behind its product."""
+        if _has_changing_weight(layer):
+            text = "%s multiplies by %s, which is no weight that is equal for all calls"
+            return Reason("linear.hidden", text, (layer, layer.sources[1]))
+        if layer.op != "dot" or operand_format(_rows(layer)) is not None:
+            return None
+        for step in self.steps_below([layer]):
+            if step.op != "product" or len(step.sources) != 2:
+                continue
+            product, factor = sorted(step.sources, key=lambda source: source.weight)
+            is_row = factor.weight and prod(strip(factor, *_MOVES).shape) <= layer.shape[-1]
+            if is_row and strip(product, *_MOVES) is layer:
+                dtypes = (weight.dtype for weight in order([layer.sources[1]]))
+                dtype = next((dtype for dtype in dtypes if dtype.itemsize == 1), None)
+                if dtype is None:
+                    return Reason("linear.scaled", "%s is multiplied by %s", (layer, factor))
+                text = f"%s multiplies %s by a weight of {dtype}"
+                return Reason("quant.weights_only", text, (layer, _rows(layer)))
+        return None
+
     def _quantisation_reason(
         self, layers: Sequence[Value], up: Value | None = None
     ) -> Reason | None:
@@ -511,8 +526,8 @@ class _NearMisses:
         up  the product of the query's latents
         """
         for layer in layers:
-            if _has_changing_weight(layer):
-                return _changing_weight_reason(layer)
+            if (reason := self._weight_reason(layer)) is not None:
+                return reason
             rows, node = _rows(layer), self._node(layer)
             weights = order(source for source in layer.sources if source.weight)
             dtype = next((weight.dtype for weight in weights if weight.dtype.itemsize == 1), None)
@@ -549,8 +564,8 @@ class _NearMisses:
                 return Reason("quant.tokens_differ", text, (layer, q_layer))
             if layer.op == "opaque" and (reason := self._quantisation_reason((layer,))) is not None:
                 return reason
-            if _has_changing_weight(layer):
-                return _changing_weight_reason(layer)
+            if (reason := self._weight_reason(layer)) is not None:
+                return reason
         cause = self.odd_step_below(other_layers)
         if cause is not None and cause.code:
             return cause
@@ -559,6 +574,8 @@ class _NearMisses:
             return cause
         fault = departure.values[0]
         text, values = "%s projects %s; no latent beside it is normed", (q_layer, down.rows)
+        if has_root(self.steps_below(other_layers)):
+            text = "%s projects %s; what else is made of that is not recognised"
         if fault not in down.roots:
             text, values = "%s projects %s; %s beside it is no RMSNorm", (*values, fault)  # type: ignore[assignment]
         return Reason("kv_latent.absent", text, values, fault)
@@ -567,8 +584,9 @@ class _NearMisses:
         """Returns why no part of the query is multiplied by W_uk, or None."""
         products = {*up.layers}
         for head, layers, _ in self.heads:
-            if _has_changing_weight(head) and not products.isdisjoint(layers):
-                return _changing_weight_reason(head)
+            reason = self._weight_reason(head)
+            if reason is not None and not products.isdisjoint(layers):
+                return reason
         direct_query = None if rotated_pairs(up) else self._direct_query(down)
         return direct_query or self._odd_part(up)
 
@@ -596,7 +614,7 @@ class _NearMisses:
             )
             if is_wide and has_root([step]) and is_first and not is_after_rotation:
                 return Reason("rope.normed_key", "%s is normed", (step,))
-        return cause if cause is not None and cause.code else None
+        return cause
 
     def _rotation_reason(self, departure: Departure, down: Site, up: Site) -> Reason | None:
         """Returns what stands in place of the rotation of query or key."""
@@ -608,6 +626,9 @@ class _NearMisses:
             if product.kind is not None and not product.factors:
                 text = "%s is multiplied by no scale of columns"
                 return Reason("quant.scale", text, (product.dot,))
+            for dot in (product.dot, *down.layers):
+                if (reason := self._weight_reason(dot)) is not None:
+                    return reason
             if query_pairs.multiple_of(key_pairs) is not None:
                 text = "%s and %s are rotated alike, and scaled differently"
                 return Reason("scale.unequal", text, (query, key))

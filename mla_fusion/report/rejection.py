@@ -89,7 +89,8 @@ CODES: dict[str, tuple[str, str]] = {
         "Remove a bias of zeros. Another bias stays unfused.",
     ),
     "linear.scaled": (
-        "A projection is an addmm with alpha or beta other than 1.",
+        "A projection is an addmm with alpha or beta other than 1, or a weight multiplies its "
+        "columns behind it.",
         "Scale the weight instead.",
     ),
     "linear.symbolic": (
