@@ -67,7 +67,8 @@ def main() -> None:
     positions = slots % 4
     torch._dynamo.mark_dynamic(x, 0)
     torch._dynamo.mark_dynamic(positions, 0)
-    lowered = mf.lower(Dynamic(layer), x, positions, cos, sin, *caches)
+    tables = (table.repeat(128, 1) for table in (cos, sin))
+    lowered = mf.lower(Dynamic(layer), x, positions, *tables, *caches)
     dump(runners[-1], "dynamic", ("txt",))
     write("fx_dynamic.txt", readable(lowered.fx_before))
 

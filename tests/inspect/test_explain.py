@@ -92,12 +92,11 @@ def test_round_trip_of_reasons(entry, tmp_path):
 
 def test_fixtures_of_the_real_torchair():
     for name in ("fx_before.txt", "fx_strides.txt", "fx_dynamic.txt"):
-        # the tables of the dynamic one have four rows, and its slots are places in them
-        report = mf.explain(FIXTURES / name, UNVERIFIED if "dynamic" in name else None)
+        report = mf.explain(FIXTURES / name)
         assert isinstance(report, DumpReport) and not report.committed
         assert [item.placement for item in report.fused] == ["in place"], str(report)
         assert report.fused[0].source.startswith(
-            "examples/fuse_your_model.py:46 in forward: q = self.q_b"
+            "examples/fuse_your_model.py:47 in forward: q = self.q_b"
         )
     assert report.fused[0].dims["T"] == "s77"
     after = mf.explain(FIXTURES / "fx_after.txt")
