@@ -53,11 +53,13 @@ def backend(
     :func:`mla_fusion.torchair_pass` has fused can be saved.
 
     Raises UnsupportedRelease on an NPU whose torch_npu lacks what graphs are compiled through
-    (docs/releases.md).
+    (docs/releases.md), and TypeError for a report that is no path.
     """
     if machine.has_npu():
         releases.require()
     chosen = Config.given(config)
+    if report == "" or not (report is None or isinstance(report, (str, PathLike))):
+        raise TypeError(f"report must be the path of a folder, got {report!r}")
     folder = None if report is None else Path(report).absolute()
     if folder is not None and folder.exists() and not folder.is_dir():
         raise ValueError(f"report names a folder for reports, and {report} is a file")

@@ -42,8 +42,8 @@ _CODES_OF_ANY_PART = ("step.random", "linear.bias", "linear.hidden", "tokens.cut
 # smooth functions; any other function of one value is a choice
 _SMOOTH = frozenset(
     """
-    asinh atan cos cosh erf erfc exp exp2 expm1 gelu log log10 log1p log2 logaddexp logit mish
-    sigmoid sin sinc sinh tan tanh
+    asinh atan cos cosh erf erfc exp exp2 expm1 gelu hypot log log10 log1p log2 logaddexp logit
+    mish sigmoid sin sinc sinh tan tanh
     """.split()
 )
 _serial = attrgetter("serial")

@@ -9,7 +9,7 @@ import os
 import sys
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import asdict
 from functools import partial
 from importlib.resources import files
@@ -507,11 +507,14 @@ def audit(arguments: Namespace) -> int:
 
 @contextmanager
 def _running_user_code() -> Iterator[None]:
-    """Raises UserError, with the line, for an exception that the user's code raises."""
+    """Raises UserError, with the line, for an exception that the user's code raises. What the code
+    prints goes to stderr.
+    """
     import torch
 
     try:
-        yield
+        with redirect_stdout(sys.stderr):
+            yield
     except ValueError:  # its message says all
         raise
     except Exception as error:

@@ -12,7 +12,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -164,10 +164,11 @@ def load_target(text: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
 @contextmanager
 def _callers_code(failure: str, file: str) -> Iterator[None]:
     """Raises UserError, with the last line of the user's file, for all that the file raises,
-    sys.exit() too.
+    sys.exit() too. What the file prints goes to stderr.
     """
     try:
-        yield
+        with redirect_stdout(sys.stderr):
+            yield
     except (UserError, KeyboardInterrupt):
         raise
     except BaseException as error:

@@ -68,7 +68,8 @@ def audit(
     positive number.
     """
     limits("npu_mla_prolog_v3", soc, cann, path)  # knows the names
-    if tolerance is not None and not 0 < tolerance < math.inf:
+    is_number = isinstance(tolerance, (int, float))
+    if tolerance is not None and not (is_number and 0 < tolerance < math.inf):
         raise ValueError(f"tolerance must be a positive number, got {tolerance!r}")
     fused, reference = _callable(fused), None if reference is None else _callable(reference)
     modules, calls, refusals = memory.modules_of(fused), list[Call](), list[Finding]()

@@ -60,6 +60,8 @@ def explain(
     """
     if isinstance(gm, (str, PathLike)):
         return explain_dump(read(Path(gm), graph), config, boundary=boundary)
+    if graph != 1:
+        raise ValueError(f"graph={graph!r} is for a file of several graphs; gm is one graph")
     return pipeline.explain(gm, config, boundary=boundary)
 
 
