@@ -283,6 +283,9 @@ def matrix_product(c: Call, x: Value, other: Value) -> Value:
         if not (len(other.shape) == 2 and leading == x.shape[:-2]):
             x = form.expand(x, (*leading, *x.shape[-2:]))
             other = form.expand(other, (*leading, *other.shape[-2:]))
+    if x.active and other.active and x.shape[-2] == other.shape[-1] == 1:  # squares of rows
+        products = form.product([(x, 1), (form.transposed(other), 1)])
+        return form.reduce(products, [-1], keep=True)
     return form.dot(x, other)
 
 

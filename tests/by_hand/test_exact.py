@@ -300,11 +300,7 @@ NOT_EQUAL: dict[str, tuple[Callable[..., Any], Callable[..., Any], Tensor]] = {
         lambda x: x.flip(-1).max(-1).indices,
         SQUARE,
     ),
-    "bytes": (
-        lambda x: x.view(torch.uint8).float(),
-        lambda x: x.view(torch.int8).float(),
-        SQUARE,
-    ),
+    "bytes": (lambda x: x.view(torch.uint8).float(), lambda x: x.view(torch.int8).float(), SQUARE),
     "modes of padding": (
         lambda x: F.pad(x, (1, 1), mode="reflect"),
         lambda x: F.pad(x, (1, 1), mode="circular"),

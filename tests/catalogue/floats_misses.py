@@ -107,10 +107,7 @@ OF_MX: dict[str, tuple[str, dict[str, Layer]]] = {
     "MxKeyInHifloat8": ("quant.mixed", {"kv_a_proj_with_mqa": HifLinear}),
     # only W_uq_qr: int8 has a mode for that, mxfp8 has none
     "MxQueryAlone": ("quant.mixed", {"q_a_proj": plain, "kv_a_proj_with_mqa": plain}),
-    "MxInE5M2": (
-        "quant.mixed",
-        {"q_a_proj": wider_exponent, "kv_a_proj_with_mqa": wider_exponent},
-    ),
+    "MxInE5M2": ("quant.mixed", {"q_a_proj": wider_exponent, "kv_a_proj_with_mqa": wider_exponent}),
     "MxInOtherBlocks": (
         "linear.hidden",
         {"q_a_proj": other_blocks, "kv_a_proj_with_mqa": other_blocks},

@@ -279,10 +279,7 @@ class PackedAndRead(PackedRows):
 
 
 @packed(
-    STAGED,
-    weight_quant_mode=0,
-    kv_cache_quant_mode=0,
-    detail="are written to no cache as they are",
+    STAGED, weight_quant_mode=0, kv_cache_quant_mode=0, detail="are written to no cache as they are"
 )
 class PackedUnquantised(PackedRows):
     """bfloat16 weights: packed rows do not go with them."""

@@ -265,11 +265,7 @@ def two_of_four() -> tuple[Tensor, ...]:
 
 
 @entry(
-    IN_PLACE,
-    source="DeepSeek's own code",
-    tags="layout, cache",
-    args=two_of_four,
-    alone=(STAGED,),
+    IN_PLACE, source="DeepSeek's own code", tags="layout, cache", args=two_of_four, alone=(STAGED,)
 )
 class FourSequences(Base):
     """Buffers for four, of which a batch takes the first; a symbolic one is staged."""

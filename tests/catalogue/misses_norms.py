@@ -199,7 +199,7 @@ MISSES: dict[str, tuple[Methods, str]] = {
     **{name: (dict(norm=by_scale(scale)), "norm.absent") for name, scale in SCALES.items()},
     "added_to_its_norm": (
         dict(
-            norm=norm(lambda n, x: F.rms_norm(x, (x.shape[-1],), n.weight, 1e-6) + 0.01 * n.weight),
+            norm=norm(lambda n, x: F.rms_norm(x, (x.shape[-1],), n.weight, 1e-6) + 0.01 * n.weight)
         ),
         "q_lora.interrupted",
     ),

@@ -28,15 +28,7 @@ from .base import (
     rotate_half,
     through,
 )
-from .entry import (
-    IN_PLACE,
-    OURS,
-    STAGED,
-    Methods,
-    entry,
-    miss,
-    misses,
-)
+from .entry import IN_PLACE, OURS, STAGED, Methods, entry, miss, misses
 from .tables import sequences
 
 
@@ -335,10 +327,7 @@ MISSES: dict[str, tuple[Methods, str]] = {
         dict(absorb=per_head(first, lambda q, w: (2 * q[:, 1]) @ w[1])),
         "scale.unequal",
     ),
-    "one_head_added_to": (
-        dict(absorb=per_head(first, lambda q, w: q[:, 1] @ w[1] + 1)),
-        IN_PLACE,
-    ),
+    "one_head_added_to": (dict(absorb=per_head(first, lambda q, w: q[:, 1] @ w[1] + 1)), IN_PLACE),
     "one_head_of_other_tokens": (
         dict(absorb=per_head(first, lambda q, w: q[:, 1].flip(0) @ w[1])),
         "absorb.absent",
@@ -347,7 +336,7 @@ MISSES: dict[str, tuple[Methods, str]] = {
         dict(
             absorb=lambda m, q: torch.baddbmm(
                 m.w_uk()[:, :1], q.transpose(0, 1), m.w_uk()
-            ).transpose(0, 1),
+            ).transpose(0, 1)
         ),
         "linear.bias",
     ),
@@ -356,27 +345,19 @@ MISSES: dict[str, tuple[Methods, str]] = {
         dict(
             split=lambda m, q: (lambda nope, pe: (nope * 0.5, pe))(
                 *split_of(slice(D), slice(D, None))(m, q)
-            ),
+            )
         ),
         "scale.unequal",
     ),
     # weights that are not W_uk, head by head, but are packed as what they are
-    "one_weight_for_both": (
-        dict(absorb=per_head(first, lambda q, w: q[:, 1] @ w[0])),
-        IN_PLACE,
-    ),
+    "one_weight_for_both": (dict(absorb=per_head(first, lambda q, w: q[:, 1] @ w[0])), IN_PLACE),
     "weights_swapped": (
         dict(absorb=per_head(lambda q, w: q[:, 0] @ w[1], lambda q, w: q[:, 1] @ w[0])),
         IN_PLACE,
     ),
-    "weight_turned": (
-        dict(absorb=per_head(first, lambda q, w: q[:, 1] @ w[1].flip(0))),
-        IN_PLACE,
-    ),
+    "weight_turned": (dict(absorb=per_head(first, lambda q, w: q[:, 1] @ w[1].flip(0))), IN_PLACE),
     "one_head_rounded": (
-        dict(
-            absorb=per_head(first, lambda q, w: q[:, 1] @ w[1].to(torch.float8_e5m2).to(w.dtype)),
-        ),
+        dict(absorb=per_head(first, lambda q, w: q[:, 1] @ w[1].to(torch.float8_e5m2).to(w.dtype))),
         IN_PLACE,
     ),
     # columns that the weights can be cut for, whatever they mean

@@ -9,13 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .base import DR, Base, H, half, hf_interleave, rotate_half, rotated, through
-from .entry import (
-    IN_PLACE,
-    STAGED,
-    Methods,
-    miss,
-    misses,
-)
+from .entry import IN_PLACE, STAGED, Methods, miss, misses
 from .rotations import by_einsum, matrices
 from .tables import CountedPositions, sequences
 
@@ -161,10 +155,7 @@ def doubled_tables(self: Any, x: Tensor, c: Tensor, sn: Tensor) -> Tensor:
 
 
 MISSES: dict[str, tuple[Methods, str]] = {
-    "k_turned_back": (
-        dict(rotate_q=by_einsum, rotate_k=turned("csnc")),
-        "rope.tables_differ",
-    ),
+    "k_turned_back": (dict(rotate_q=by_einsum, rotate_k=turned("csnc")), "rope.tables_differ"),
     "k_swapped": (dict(rotate_q=by_einsum, rotate_k=turned("nccs")), IN_PLACE),
     "k_reflected": (dict(rotate_q=by_einsum, rotate_k=turned("cssc")), "rope.tables_differ"),
     "k_one_token_later": (dict(rotate_q=by_einsum, rotate_k=later), STAGED),

@@ -8,14 +8,7 @@ import torch
 from torch import Tensor
 
 from .base import BLOCK_SIZE, DR, HCKV, Base, paged_args
-from .entry import (
-    IN_PLACE,
-    STAGED,
-    Methods,
-    based,
-    miss,
-    misses,
-)
+from .entry import IN_PLACE, STAGED, Methods, based, miss, misses
 from .prologues import NpuOperators
 from .writes import parts_args
 
@@ -133,14 +126,8 @@ def put_repeated(
 MISSES: dict[str, tuple[Methods, str]] = {
     "kr_elsewhere": (dict(write=written(put, put_later)), STAGED),
     "kr_by_other_blocks": (dict(write=written(put, put_other_offset)), STAGED),
-    "both_by_other_blocks": (
-        dict(write=written(put_other_offset, put_other_offset)),
-        STAGED,
-    ),
-    "each_by_blocks_of_its_own": (
-        dict(write=written(put_other_offset, put_other_blocks)),
-        STAGED,
-    ),
+    "both_by_other_blocks": (dict(write=written(put_other_offset, put_other_offset)), STAGED),
+    "each_by_blocks_of_its_own": (dict(write=written(put_other_offset, put_other_blocks)), STAGED),
     "repeated_place": (dict(write=put_repeated), STAGED),
     "where_even": (dict(write=written(put_where, put)), STAGED),
     "twice": (dict(write=written(put_twice, put)), STAGED),

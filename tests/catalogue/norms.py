@@ -112,6 +112,11 @@ NORMS = {
             + n.eps
         )
     ),
+    "NormByEinsum": by_scale(
+        lambda n, x: torch.rsqrt(
+            torch.einsum("...c,...c->...", x, x).unsqueeze(-1) / x.shape[-1] + n.eps
+        )
+    ),
     "NormOfTensorSize": by_scale(
         lambda n, x: (
             torch.tensor(float(x.shape[-1])).sqrt()

@@ -45,8 +45,7 @@ def test_a_file_on_a_full_disk_is_named(words, capsys):
 
 @pytest.mark.parametrize("command", ["explain", "lower", "audit"])
 @pytest.mark.parametrize(
-    "body",
-    ["sys.exit(7)", "raise SystemExit", "raise type('Odd', (BaseException,), {})('odd')"],
+    "body", ["sys.exit(7)", "raise SystemExit", "raise type('Odd', (BaseException,), {})('odd')"]
 )
 def test_a_function_that_ends_the_process(command, body, tmp_path, capsys):
     file = tmp_path / "ends.py"

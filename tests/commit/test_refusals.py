@@ -15,10 +15,7 @@ from mla_fusion.graph.form import Value
 from mla_fusion.graph.lower import Lowering
 from mla_fusion.plan.plan import Plan
 from mla_fusion.witness import compare
-from tests.catalogue import (
-    base,
-    prologues,
-)
+from tests.catalogue import base, prologues
 from tests.harness import refused, traced_graph
 
 

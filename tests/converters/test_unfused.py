@@ -83,11 +83,7 @@ def test_two_indices_are_stacked_and_values_broadcast(dynamic: bool) -> None:
         result.ge_ops["Pack"] >= 1,
         result.ge_ops["FloorMod"],
         result.ge_ops["BroadcastTo"],
-    ) == (
-        True,
-        2,
-        1,
-    )
+    ) == (True, 2, 1)
     assert result.ge_ops["ScatterNdUpdate"] == 1
 
 

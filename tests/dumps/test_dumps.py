@@ -19,14 +19,7 @@ def fixture(name: str) -> Dump:
 
 def shape_of_graph(dump: Dump) -> list[object]:
     return [
-        (
-            op.name,
-            op.type,
-            op.inputs,
-            op.roles,
-            op.outputs,
-            sorted(map(str, op.attributes.items())),
-        )
+        (op.name, op.type, op.inputs, op.roles, op.outputs, sorted(map(str, op.attributes.items())))
         for op in dump.operators
     ]
 

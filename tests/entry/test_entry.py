@@ -10,13 +10,7 @@ import torch
 
 import mla_fusion as mf
 from mla_fusion.compile.device_graph import capture
-from tests.catalogue import (
-    ENTRIES,
-    STAGED,
-    base,
-    misses_products,
-    prologues,
-)
+from tests.catalogue import ENTRIES, STAGED, base, misses_products, prologues
 from tests.harness import clones, graph_of, outcome, refused, traced_graph
 
 

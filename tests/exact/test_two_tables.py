@@ -111,12 +111,7 @@ def test_tables_that_another_computation_makes(name: str) -> None:
 
 @pytest.mark.parametrize(
     "make",
-    [
-        torch.Tensor.float,
-        torch.Tensor.double,
-        lambda p: (p * 2).float() / 2,
-        lambda p: p * 0.3 + 1,
-    ],
+    [torch.Tensor.float, torch.Tensor.double, lambda p: (p * 2).float() / 2, lambda p: p * 0.3 + 1],
 )
 def test_counts_that_a_dtype_has(make: Table) -> None:
     assert report_of(at_positions(make, make)).fused

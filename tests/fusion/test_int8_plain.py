@@ -11,13 +11,7 @@ from torch import Tensor, nn
 
 import mla_fusion as mf
 from tests.catalogue.base import paged_args
-from tests.catalogue.int8_plain import (
-    PlainFull,
-    PlainLinear,
-    PlainPartial,
-    largest,
-    model_of,
-)
+from tests.catalogue.int8_plain import PlainFull, PlainLinear, PlainPartial, largest, model_of
 from tests.catalogue.int8_plain_misses import MISSES, back, product
 from tests.catalogue.int8_plain_models import one_token
 from tests.harness import clones, distance, eager, flat, traced

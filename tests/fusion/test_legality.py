@@ -8,10 +8,7 @@ import torch
 from torch import Tensor
 
 import mla_fusion as mf
-from tests.catalogue.base import (
-    Base,
-    paged_args,
-)
+from tests.catalogue.base import Base, paged_args
 from tests.harness import assert_as_exact, clones, run_fused
 
 

@@ -39,11 +39,7 @@ def by_turn(x: Tensor, c: Tensor, s: Tensor) -> Tensor:
 for own in (turn, doubled, kept):
     own.register_fake(lambda x, *_: torch.empty_like(x).contiguous())
 
-FUNCTIONS = {
-    turn: rotated,
-    doubled: by_turn,
-    kept: lambda x: x,
-}
+FUNCTIONS = {turn: rotated, doubled: by_turn, kept: lambda x: x}
 
 
 class Doubled(Base):

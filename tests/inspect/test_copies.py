@@ -71,14 +71,7 @@ IN_PLACE = [
     "BothByOneOperator",
     "PackedRows",
 ]
-STAGED = [
-    "ComplexDense",
-    "GptjStack",
-    "NewRowsRead",
-    "StaticCache",
-    "CombinedCache",
-    "MaskedWrite",
-]
+STAGED = ["ComplexDense", "GptjStack", "NewRowsRead", "StaticCache", "CombinedCache", "MaskedWrite"]
 
 
 @pytest.mark.parametrize("mode", ["ge", "npugraph_ex"])

@@ -27,11 +27,7 @@ def sized(*sizes: int, dtype: torch.dtype = BF16) -> torch.Tensor:
 
 def legal(wq: int = 0, kv: int = 0, lead: tuple[int, ...] = (8,), mode: str = "PA_BSND") -> Change:
     return call_on_meta(
-        weight_quant_mode=wq,
-        kv_cache_quant_mode=kv,
-        cache_mode=mode,
-        lead=lead,
-        dims=DIMS,
+        weight_quant_mode=wq, kv_cache_quant_mode=kv, cache_mode=mode, lead=lead, dims=DIMS
     )
 
 

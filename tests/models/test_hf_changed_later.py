@@ -226,8 +226,7 @@ def test_code_replaced_later_is_refused_by_name(
         run(input_ids=ids, use_cache=False)
         what = change(model.model.layers[1].self_attn, monkeypatch)
         with pytest.raises(
-            hf.OptimizeError,
-            match=rf"\[forward.unknown\] .*{what}.* has been replaced",
+            hf.OptimizeError, match=rf"\[forward.unknown\] .*{what}.* has been replaced"
         ) as refused:
             run(input_ids=ids, use_cache=False)
     assert "model.layers." in str(refused.value) and "hf.revert(model)" in str(refused.value)

@@ -5,19 +5,13 @@ from __future__ import annotations
 import pytest
 
 import mla_fusion as mf
-from tests.catalogue import (
-    base,
-    prologues,
-)
+from tests.catalogue import base, prologues
 from tests.harness import refused, traced_graph
 
 
 @pytest.mark.parametrize(
     ("option", "value", "code"),
-    [
-        ({}, 1152, "contract:dims.he"),
-        ({"cann": "8.5"}, 1056, "contract:dims.he"),
-    ],
+    [({}, 1152, "contract:dims.he"), ({"cann": "8.5"}, 1056, "contract:dims.he")],
 )
 def test_hidden_size_that_the_kernel_refuses(
     monkeypatch: pytest.MonkeyPatch, option: dict[str, str], value: int, code: str

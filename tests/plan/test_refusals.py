@@ -11,11 +11,7 @@ import torch
 
 import mla_fusion as mf
 from mla_fusion.compile.device_graph import capture
-from tests.catalogue import (
-    base,
-    prologues,
-    rotations,
-)
+from tests.catalogue import base, prologues, rotations
 from tests.harness import clones, graph_of, refused, traced_graph
 
 

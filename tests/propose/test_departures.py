@@ -89,11 +89,7 @@ class RelativePositions(nn.Module):
 WITHOUT = {
     "grouped": lambda: (Gqa(False), *tables(8)),
     "grouped, normed": lambda: (Gqa(True), *tables(8)),
-    "relative": lambda: (
-        RelativePositions(),
-        torch.randn(64, 8, 64).bfloat16(),
-        torch.arange(8),
-    ),
+    "relative": lambda: (RelativePositions(), torch.randn(64, 8, 64).bfloat16(), torch.arange(8)),
 }
 
 

@@ -10,11 +10,7 @@ from __future__ import annotations
 import pytest
 
 from mla_fusion.report.rejection import CODES
-from tests.catalogue import (
-    int8,
-    misses_norms,
-    prologues,
-)
+from tests.catalogue import int8, misses_norms, prologues
 from tests.exhaustive import one_in
 from tests.plan import test_refusals as of_plan
 from tests.propose.test_finder import InABranch
@@ -63,18 +59,10 @@ BASE = of(Base)
 # code: a report that has it; what its remedy says, and the report once that is done (None: there is
 # nothing to do)
 WALKS: dict[str, tuple[Told, dict[str, Told | None]]] = {
-    "q_lora.absent": (
-        entry("QueryOfHidden"),
-        {
-            "Nothing:": None,
-        },
-    ),
+    "q_lora.absent": (entry("QueryOfHidden"), {"Nothing:": None}),
     "q_lora.interrupted": (entry("LatentClamped"), {"leave c_q to the kernel": BASE}),
     "kv_latent.absent": (entry("KeyNotNormed"), {"Keep kv_a_proj, its norm, RoPE": BASE}),
-    "proof.differs": (
-        entry("AMatrixForEachSequence"),
-        {"as the operator's document does": BASE},
-    ),
+    "proof.differs": (entry("AMatrixForEachSequence"), {"as the operator's document does": BASE}),
     "rope.absent": (entry("RopeMixesHeads"), {"Rotate q_pe and k_pe with tables": BASE}),
     "rope.tables_differ": (
         entry("KeyOnePositionLater"),
@@ -116,12 +104,7 @@ WALKS: dict[str, tuple[Told, dict[str, Told | None]]] = {
             "compile through mla_fusion.backend()": epsilon(as_backend=True),
         },
     ),
-    "linear.bias": (
-        entry("Bias"),
-        {
-            "Remove a bias of zeros": BASE,
-        },
-    ),
+    "linear.bias": (entry("Bias"), {"Remove a bias of zeros": BASE}),
     "linear.scaled": (
         entry("ScaledAddmm"),
         {"Scale the weight instead": of(changed(down=doubled_weight))},

@@ -16,14 +16,7 @@ from torch import Tensor, nn
 import mla_fusion as mf
 from mla_fusion.report.staging import REMEDIES, Leftover
 from tests.catalogue import ENTRIES, base, prologues, rotations
-from tests.catalogue.base import (
-    BLOCK_SIZE,
-    BLOCKS,
-    DR,
-    HCKV,
-    Base,
-    paged_args,
-)
+from tests.catalogue.base import BLOCK_SIZE, BLOCKS, DR, HCKV, Base, paged_args
 from tests.exhaustive import one_in
 from tests.harness import traced_graph
 
@@ -127,10 +120,7 @@ WALKS: dict[str, tuple[Told, Told | None]] = {
     "cache.joined_row": (entry("SglangNeoxDecode"), PLAIN),
     "cache.not_written": (entry("RowReturned"), PLAIN),
     "cache.rows_changed": (of(changed(write=joined_and_doubled)), entry("CombinedCache")),
-    "cache.writer": (
-        by(scattered, lambda: row_args(2)),
-        by(scattered, row_args),
-    ),
+    "cache.writer": (by(scattered, lambda: row_args(2)), by(scattered, row_args)),
     "cache.not_functional": (
         lambda: mf.explain(torch.export.export(Base(), paged_args()).module()),
         of(Base),

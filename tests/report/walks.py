@@ -12,13 +12,7 @@ from torch.fx import GraphModule
 
 import mla_fusion as mf
 from mla_fusion.compile.device_graph import capture
-from tests.catalogue import (
-    ENTRIES,
-    base,
-    misses_norms,
-    misses_products,
-    prologues,
-)
+from tests.catalogue import ENTRIES, base, misses_norms, misses_products, prologues
 from tests.harness import graph_of, traced
 from tests.plan import test_refusals as of_plan
 from tests.propose.test_finder import InABranch

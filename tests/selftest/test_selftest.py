@@ -33,11 +33,7 @@ def test_every_check_passes_on_the_cpu_kernels(device: Device) -> None:
 
 @pytest.mark.parametrize(
     ("only", "through"),
-    [
-        ("v3* w[02]*PA_BSND", {"eager", "graph"}),
-        ("rope_cache", {"eager"}),
-        ("prologue", {"fused"}),
-    ],
+    [("v3* w[02]*PA_BSND", {"eager", "graph"}), ("rope_cache", {"eager"}), ("prologue", {"fused"})],
 )
 def test_some_checks_of_each_kind_pass(only: str, through: set[str]) -> None:
     outcome = selftest.run(CPU, only)

@@ -19,10 +19,7 @@ from tests.catalogue import base, prologues
 from tests.exhaustive import one_in, pairs
 from tests.harness import assert_no_worse, clones, eager, exact, flat
 
-CONFIGS = {
-    "copy": mf.Config(verify="off"),
-    "counted": mf.Config(verify="off", updates="counted"),
-}
+CONFIGS = {"copy": mf.Config(verify="off"), "counted": mf.Config(verify="off", updates="counted")}
 
 
 pytestmark = pytest.mark.usefixtures("fresh")

@@ -19,14 +19,7 @@ from mla_fusion.weights import cache
 from mla_fusion.weights.prepack import _MODULES, is_laid_out
 from tests.catalogue import base, prologues
 from tests.harness import assert_as_exact, clones, flat, fused
-from tests.weights.own import (
-    OwnAbsorb,
-    assert_values,
-    entries_of,
-    layers,
-    storage_bytes,
-    values,
-)
+from tests.weights.own import OwnAbsorb, assert_values, entries_of, layers, storage_bytes, values
 
 VIEWS = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa")
 

@@ -110,9 +110,7 @@ def test_norm_weights_in_float32_are_looked_at(monkeypatch: pytest.MonkeyPatch) 
     served.assert_replay_right()
 
 
-def test_a_weight_that_cannot_be_packed_keeps_no_other_old(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_weight_that_cannot_be_packed_keeps_no_other_old(monkeypatch: pytest.MonkeyPatch) -> None:
     served = Served(monkeypatch, prepacked=False, model=WithFloat32Norm())
     for name in ("q_b_proj", "q_a_layernorm"):
         weight = served.weight(name)

@@ -243,10 +243,7 @@ MUTANTS: dict[str, tuple[str, Mutate]] = {
     "nothing written": ("PagedRotateHalf", old_cache),
     "query_rope in halves": ("PagedRotateHalf", in_halves(1)),
     "staged query_rope in halves": ("ComplexDense", in_halves(1)),
-    "weight scale doubled": (
-        "Full",
-        argument("dequant_scale_w_dkv_kr", aten.mul.Tensor, 2),
-    ),
+    "weight scale doubled": ("Full", argument("dequant_scale_w_dkv_kr", aten.mul.Tensor, 2)),
     "token scale of another token": (
         "Full",
         argument("dequant_scale_x", aten.roll.default, [1], [0]),

@@ -68,12 +68,5 @@ def summed_in_float32(q: Tensor, w: Tensor) -> Tensor:
 
 PRODUCTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     f.__name__: f
-    for f in (
-        bmm,
-        bmm_weight_left,
-        matmul,
-        einsum,
-        transpose_batchmatmul,
-        summed_in_float32,
-    )
+    for f in (bmm, bmm_weight_left, matmul, einsum, transpose_batchmatmul, summed_in_float32)
 }

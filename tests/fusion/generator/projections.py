@@ -49,16 +49,7 @@ def summed_in_float32(x: Tensor, w: Tensor) -> Tensor:
 
 PRODUCTS = {
     f.__name__: f
-    for f in (
-        linear,
-        matmul,
-        mm,
-        einsum,
-        addmm_of_zeros,
-        bmm_of_one,
-        tensordot,
-        summed_in_float32,
-    )
+    for f in (linear, matmul, mm, einsum, addmm_of_zeros, bmm_of_one, tensordot, summed_in_float32)
 }
 UP_PRODUCTS = {
     **PRODUCTS,

@@ -93,7 +93,7 @@ _ROLES: dict[str, Step] = {
         kr_cache=lambda i: i["kv_cache"].view(-1)[: ROWS * DR].view(32, 16, 1, DR)
     ),
     "overlapping_caches": _with(
-        kr_cache=lambda i: i["kv_cache"].view(-1, DR)[8 : 8 + ROWS].view(32, 16, 1, DR),
+        kr_cache=lambda i: i["kv_cache"].view(-1, DR)[8 : 8 + ROWS].view(32, 16, 1, DR)
     ),
     "one_weight_for_both_latents": _with(w_dkv_kr=lambda i: i["w_dq"][: HCKV + DR]),
     "tied_gammas": _with(gamma_kv=lambda i: i["gamma_q"][:HCKV]),
@@ -144,7 +144,7 @@ _BY_POSITION: dict[str, Step] = {
             i["positions"] // 2
             + i["kr_cache"].view(-1, DR)[: i["x"].shape[0], 0].mul(9).long().abs()
         )
-    ),
+    )
 }
 
 

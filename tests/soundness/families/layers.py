@@ -81,5 +81,5 @@ FAMILIES = [
             ("T8", "sym"),
             ("paged", "neox"),
         ),
-    ),
+    )
 ]

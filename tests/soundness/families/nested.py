@@ -56,5 +56,5 @@ FAMILIES = [
         attacks(_HIDDEN, FLOATS, ("dynamo",), ("paged", "neox")),
         attacks(_SAME, ("c_q",), ("dynamo",), ("paged",))
         + attacks({"autocast": _in_autocast}, ("program",), ("T8", "sym"), ("paged",)),
-    ),
+    )
 ]

@@ -105,10 +105,7 @@ class _Rows(int8_caches.PlainCache):
 
     def stepped(self, c_kv: Tensor, k_pe: Tensor) -> tuple[Tensor, Tensor]:
         keep = _KEPT["as_it_is"]
-        return (
-            self.steps.get("c_kv", keep)(c_kv, None),
-            self.steps.get("k_pe", keep)(k_pe, None),
-        )
+        return (self.steps.get("c_kv", keep)(c_kv, None), self.steps.get("k_pe", keep)(k_pe, None))
 
 
 class _LiteralRows(_Rows):
