@@ -433,7 +433,9 @@ class _NearMisses:
     def _with_names(self, departure: Departure) -> Departure:
         """Returns the departure with the Values that it is at, if its detail names none."""
         detail, names = departure.detail, {node.name for node in self.graph.gm.graph.nodes}
-        values = tuple(value for value in departure.values if self._node(value) is not None)[:2]
+        value_of_node = {self._node(value): value for value in departure.values}
+        value_of_node.pop(None, None)
+        values = tuple(value_of_node.values())[:2]
         is_named = not names.isdisjoint(re.findall(r"\w*[a-z_]\w*", detail))
         if not values or is_named or departure.code.startswith("contract"):
             return departure

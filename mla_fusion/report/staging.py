@@ -66,7 +66,7 @@ REMEDIES: dict[str, str] = {
     "cache.refused": "Give the caches what the message allows: these sizes, or this dtype.",
     "slots.unproven": (
         "Pass the slots as one input of the graph that holds them as they are: not negative, "
-        "and no two alike."
+        "and no two alike. Cut them into blocks of cache.shape[1] if that size is a symbol."
     ),
     "config.staging": 'Set Config(staging="auto").',
 }
