@@ -379,8 +379,8 @@ def _no_input_obstacle(graph: Graph, base: Value) -> Obstacle:
         message = f"{name} has no elements"
     elif base.op == "opaque" and base.literal[0].startswith("as_strided"):
         message = (
-            f"{name} is a view by strides, which AOT autograd also makes of arguments that overlap in "
-            "memory, as far as it can tell"
+            f"{name} is a view by strides, which AOT autograd also makes of arguments that overlap "
+            "in memory, as far as it can tell"
         )
         remedy = (
             "Give each cache memory of its own, or contiguous parts of one tensor (layer-major: "
