@@ -230,7 +230,7 @@ class UnrotatedKeyRead(Base):
         return k_pe.sum(-1)
 
 
-@miss("scale.unequal", tags="absorb")
+@miss("linear.scaled", tags="absorb")
 class HeadsScaled(Base):
     """The whole query, by a factor of each head that a buffer holds."""
 
