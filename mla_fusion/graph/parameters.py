@@ -42,14 +42,21 @@ def parameters(graph: Graph) -> set[Node]:
 
 
 def used_as_weights(graph: Graph) -> set[Node]:
-    """The inputs that products read as weights, except inputs that are written."""
-    weights = set[Node]()
+    """The inputs that products read as weights, except inputs that are written.
+
+    A weight stands on the right, or on the left of what another product has made.
+    """
+    weights, computed = set[Node](), set[Node]()
     for node in graph.nodes:
-        if isinstance(node.target, OpOverload) and name_of(node.target) in _OPERANDS:
-            for place in _OPERANDS[name_of(node.target)]:
-                weights |= _source_inputs(node.args[place])
-        elif isinstance(node.target, OpOverload) and name_of(node.target) == "einsum":
-            weights |= _source_inputs(node.args[1][1])
+        name = name_of(node.target) if isinstance(node.target, OpOverload) else ""
+        operands = node.args[1] if name == "einsum" else node.args
+        places = _OPERANDS.get(name, (1,) if name == "einsum" and len(operands) == 2 else ())
+        for place in places:
+            weights |= _source_inputs(operands[place])
+        if places and operands[places[0]] in computed:
+            weights |= _source_inputs(operands[places[0] - 1])
+        if places or not computed.isdisjoint(node.all_input_nodes):
+            computed.add(node)
     copy = torch.ops.aten.copy_.default
     return weights - {node.args[0] for node in graph.nodes if node.target is copy}
 
