@@ -165,10 +165,11 @@ class Draws:
             self._highest[leaf] = max(lower)
         if integers_above:
             return True
-        # slots may be places in a table
-        end = min((size for size in sizes if size > 1), default=self._end)
+        # slots may be places in a table, or something may be added to them
+        lower_ends = (size for size in (*sizes, self._end * 3 // 4) if size < self._end)
+        end = max(lower_ends, default=0)
         roles_above = {self._leaves.get(leaf) for leaf in leaves_above}
-        if end < self._end and not roles_above.isdisjoint(("slots", "positions")):
+        if end > 1 and not roles_above.isdisjoint(("slots", "positions")):
             self._end = end
             return True
         return False

@@ -21,11 +21,9 @@ def _quiet(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_spellings_fuse_as_exactly() -> None:
-    outcomes = list(campaign.spellings(4, SEED))
-    assert len({outcome.structure for outcome in outcomes}) == 4
-    left = [str(outcome) for outcome in outcomes if outcome.verdict is not Verdict.FUSED]
-    # a query that is scaled before its rotation, of three sequences of one token
-    assert len(left) <= 1 and all("scale.unequal" in one for one in left), left
+    outcomes = list(campaign.spellings(8, SEED))
+    assert len({outcome.structure for outcome in outcomes}) == 8
+    assert [str(outcome) for outcome in outcomes if outcome.verdict is not Verdict.FUSED] == []
 
 
 def test_no_mutant_is_fused_wrongly() -> None:
