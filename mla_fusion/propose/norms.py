@@ -10,7 +10,6 @@ adds or multiplies on the way. Candidates for epsilon are the numbers under the 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from fractions import Fraction
 from math import prod
@@ -20,10 +19,11 @@ import torch
 from mla_fusion.exact.evaluate import computed_from
 from mla_fusion.exact.prove import Claim, prove
 from mla_fusion.graph.departure import Departure
-from mla_fusion.graph.form import Value, order
+from mla_fusion.graph.form import MOVES, Value, order, strip
 from mla_fusion.graph.fused import rms_norm
 from mla_fusion.graph.layout import token_layout
 from mla_fusion.graph.numbers import Number
+from mla_fusion.graph.read import values_of
 from mla_fusion.propose.sites import Site, to_rows
 
 
@@ -89,9 +89,13 @@ def read_norm(site: Site, value: Value, what: str) -> Norm:
         if gamma.active:
             continue
         has_gamma, normed = True, rms_norm(form, columns, gamma, epsilon)[0]
-        with suppress(Departure):
+        try:
             prove(activations, site.tokens, [Claim("norm", computed_rows, normed)])
-            return Norm(value, gamma, epsilon, reading.columns)
+        except Departure:
+            continue
+        if not epsilon and not _has_floor(site, value):
+            raise Departure("norm.absent", f"{what} are normed without an epsilon", [value])
+        return Norm(value, gamma, epsilon, reading.columns)
     if not has_gamma:
         raise Departure(
             "norm.of_input", "what it is multiplied by is made of other activations", [value]
@@ -103,6 +107,18 @@ def read_norm(site: Site, value: Value, what: str) -> Norm:
     raise Departure(
         "norm.absent", f"{size} columns are not divided by their root mean square", [value]
     )
+
+
+def _has_floor(site: Site, value: Value) -> bool:
+    """Returns True if a least length, which was left out, keeps a row of zeros from 0 / 0."""
+    graph = site.projections.graph
+    sums = {root for step in computed_from([value], site.roots) for root in radicands(step)}
+    lengths = (
+        strip(length, *MOVES)
+        for node in graph.assumed
+        for length in values_of([graph.readings[node]])
+    )
+    return any(not sums.isdisjoint(radicands(length)) for length in lengths)
 
 
 def _sums_under_roots(site: Site, value: Value) -> Iterator[Value]:

@@ -148,6 +148,15 @@ class WrongMean(Base):
     norm = NormOverHalf
 
 
+@miss("norm.absent", tags="norm")
+class NoEpsilon(Base):
+    """A row of zeros is NaN."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_a_layernorm.eps = 0.0
+
+
 @miss("rope.normed_key", tags="norm, rope")
 class NormedKey(Base):
     def rotate_k(self, k_pe: Tensor, c: Tensor, s: Tensor) -> Tensor:
