@@ -10,7 +10,6 @@ import logging
 from collections.abc import Callable, Iterator
 from time import perf_counter
 
-from torch import Tensor
 from torch.fx import Graph as FxGraph
 from torch.fx import GraphModule, Node
 from torch.nn import Module
@@ -147,11 +146,6 @@ def _check_graph(gm: object) -> None:
             raise ValueError(
                 f"node {node.name} carries no meta['val']; capture the graph with AOT autograd, "
                 "torch.export or make_fx, or run FakeTensorProp over it first"
-            )
-        if node.op == "call_function" and type(node.meta.get("val")) is Tensor:
-            raise ValueError(
-                f"node {node.name} carries a real tensor in meta['val'], not a FakeTensor; run "
-                "FakeTensorProp over the graph"
             )
 
 

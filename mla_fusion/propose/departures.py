@@ -510,8 +510,8 @@ class _NearMisses:
             if step.op != "product" or len(step.sources) != 2:
                 continue
             product, factor = sorted(step.sources, key=lambda source: source.weight)
-            columns = prod(strip(factor, "reshape", "expand").shape)
-            is_row = factor.weight and columns <= layer.shape[-1]
+            shape = strip(factor, "reshape", "expand").shape
+            is_row = factor.weight and shape[-1:] == (prod(shape),)
             if is_row and strip(product, *_MOVES) is layer:
                 dtypes = (weight.dtype for weight in order([layer.sources[1]]))
                 dtype = next((dtype for dtype in dtypes if dtype.itemsize == 1), None)
