@@ -114,7 +114,7 @@ def test_an_operator_that_writes_its_arguments_is_named() -> None:
             writes(k_pe, kr_cache, slots)
 
     (fusion,) = mf.explain(graph_of(Hidden(), *paged_args()), boundary=True).fused
-    assert "mla_fusion_tests.writes_rows" in fusion.staged_by[0].message
+    assert "mla_fusion_tests.into" in fusion.staged_by[0].message
     assert "auto_functionalized" not in str(fusion.staged_by)
 
     class Whole(nn.Module):
@@ -123,10 +123,10 @@ def test_an_operator_that_writes_its_arguments_is_named() -> None:
             return x
 
     args = torch.randn(4, 8), torch.randn(64, 8), torch.arange(4)
-    assert "does not know: mla_fusion_tests::writes_rows" in str(mf.explain(graph_of(Whole(), *args)))
+    assert "does not know: mla_fusion_tests::into" in str(mf.explain(graph_of(Whole(), *args)))
 
 
-@torch.library.custom_op("mla_fusion_tests::writes_rows", mutates_args=("cache",))
+@torch.library.custom_op("mla_fusion_tests::into", mutates_args=("cache",))
 def writes(rows: Tensor, cache: Tensor, slots: Tensor) -> None:
     cache.view(-1, rows.shape[-1])[slots] = rows
 
