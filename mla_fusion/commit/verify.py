@@ -92,14 +92,9 @@ def _compare_plan(plan: Plan) -> Outcome:
     with writer.b.propagating():
         new_nodes = {node: writer.write_replaced(node) for node in plan.replaced}
     new_module.graph.output(tuple(new_nodes.values()))
+    width = plan.dims["Dr"]
     pairs = [
-        Pair(
-            plan.part_name(value),
-            node,
-            new_nodes[node],
-            _number_form(plan, value, node),
-            plan.dims["Dr"],
-        )
+        Pair(plan.part_name(value), node, new_nodes[node], _number_form(plan, value, node), width)
         for node, value in plan.replaced.items()
     ]
     roles = x_roles | _roles(plan, x_roles)

@@ -107,6 +107,16 @@ def _has_changing_weight(layer: Value) -> bool:
     return is_changing and any(source.weight for source in right.sources)
 
 
+def _weights_only_reason(layer: Value) -> Reason | None:
+    """Returns the reason for a weight of one byte an element beside wider rows; None if the weight
+    is wider, too.
+    """
+    weights = order(source for source in layer.sources if source.weight)
+    dtype = next((weight.dtype for weight in weights if weight.dtype.itemsize == 1), None)
+    text = f"%s multiplies %s by a weight of {dtype}"
+    return None if dtype is None else Reason("quant.weights_only", text, (layer, _rows(layer)))
+
+
 def _rows(layer: Value) -> Value:
     """Returns the activation that a layer reads."""
     return next(source for source in layer.sources if not source.model)
@@ -513,12 +523,8 @@ class _NearMisses:
             shape = strip(factor, "reshape", "expand").shape
             is_row = factor.weight and shape[-1:] == (prod(shape),)
             if is_row and strip(product, *_MOVES) is layer:
-                dtypes = (weight.dtype for weight in order([layer.sources[1]]))
-                dtype = next((dtype for dtype in dtypes if dtype.itemsize == 1), None)
-                if dtype is None:
-                    return Reason("linear.scaled", "%s is multiplied by %s", (layer, factor))
-                text = f"%s multiplies %s by a weight of {dtype}"
-                return Reason("quant.weights_only", text, (layer, _rows(layer)))
+                scaled = Reason("linear.scaled", "%s is multiplied by %s", (layer, factor))
+                return _weights_only_reason(layer) or scaled
         return None
 
     def _quantisation_reason(
@@ -532,18 +538,20 @@ class _NearMisses:
             if (reason := self._weight_reason(layer)) is not None:
                 return reason
             rows, node = _rows(layer), self._node(layer)
-            weights = order(source for source in layer.sources if source.weight)
-            dtype = next((weight.dtype for weight in weights if weight.dtype.itemsize == 1), None)
+            weights_only = _weights_only_reason(layer)
             is_opaque = layer.op == "opaque" and node is not None
             bias = argument(node, "bias") if is_opaque and node is not None else None
             if bias is not None:
                 text = f"%s ({kinds.called(node)}) adds {bias.name}"  # type: ignore[arg-type]
                 return Reason("linear.bias", text, (layer,))
             is_rounded = any(map(_is_rounding, (rows, *self.layers_above(rows)[1])))
-            if dtype is not None and operand_format(rows) is None and not is_rounded:
-                text = f"%s multiplies %s by a weight of {dtype}"
-                return Reason("quant.weights_only", text, (layer, rows))
-            if dtype is not None and layer is up and unquantised_rows(self.form, rows) is None:
+            if weights_only is not None and operand_format(rows) is None and not is_rounded:
+                return weights_only
+            if (
+                weights_only is not None
+                and layer is up
+                and unquantised_rows(self.form, rows) is None
+            ):
                 return Reason("quant.dynamic", "%s multiplies %s", (layer, rows))
             if is_opaque and node is not None:
                 text = f"%s ({kinds.called(node)}) {UNKNOWN}"
@@ -587,8 +595,8 @@ class _NearMisses:
         """Returns why no part of the query is multiplied by W_uk, or None."""
         products = {*up.layers}
         for head, layers, _ in self.heads:
-            reason = self._weight_reason(head)
-            if reason is not None and not products.isdisjoint(layers):
+            reason = None if products.isdisjoint(layers) else self._weight_reason(head)
+            if reason is not None:
                 return reason
         direct_query = None if rotated_pairs(up) else self._direct_query(down)
         return direct_query or self._odd_part(up)
