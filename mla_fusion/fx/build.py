@@ -20,9 +20,17 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
-from mla_fusion.compat import FloorDiv
+from mla_fusion.compat import FakeTensor, FloorDiv, without_modes
 from mla_fusion.fx.kinds import attribute, dtype_of, shape_of, value_of
-from mla_fusion.fx.sizes import expression, is_symbolic, known, same, same_shape, sizes_of
+from mla_fusion.fx.sizes import (
+    expression,
+    has_symbols,
+    is_symbolic,
+    known,
+    same,
+    same_shape,
+    sizes_of,
+)
 from mla_fusion.fx.vector_numbers import Exact
 from mla_fusion.fx.workplace import created
 
@@ -41,6 +49,13 @@ class Builder(ABC):
     @abstractmethod
     def call(self, op: Any, *args: Any, **kwargs: Any) -> Any:
         """Returns the result of an operator."""
+
+    def call_again(self, key: object, op: Any, *args: Any, **kwargs: Any) -> Any:
+        """Returns the results of an operator, which share no memory with its arguments.
+
+        key  results of one key are alike, but for their numbers
+        """
+        return self.call(op, *args, **kwargs)
 
     def shape(self, value: Any) -> Sequence[Any]:
         """Returns the shape of a value."""
@@ -167,6 +182,7 @@ class GraphBuilder(Builder):
         self._taken = {node.name for node in self.source.nodes}
         self._numbers = Counter[str]()
         self._shared: dict[object, Node] = {}
+        self._results: dict[object, Sequence[Any]] = {}
         self._meta: dict[str, Any] = {}
         self._fake_mode = fake_mode_of(self.source)
         self._point: Node | None = None
@@ -194,6 +210,15 @@ class GraphBuilder(Builder):
 
     def call(self, op: Any, *args: Any, **kwargs: Any) -> Node:
         return self.insert(op, args, kwargs, self.propagate(op, args, kwargs))
+
+    def call_again(self, key: object, op: Any, *args: Any, **kwargs: Any) -> Node:
+        results = self._results.get(key, ())
+        if not results or not all(map(_is_static_fake, results)):
+            node = self.call(op, *args, **kwargs)
+            self._results[key] = node.meta["val"]
+            return node
+        with without_modes():  # several times as fast as the operator in the graph's mode
+            return self.insert(op, args, kwargs, tuple(map(_another, results)))
 
     def insert(self, op: Any, args: Any, kwargs: Any, value: Any) -> Node:
         """Returns a call whose meta value is known."""
@@ -325,6 +350,17 @@ class GraphBuilder(Builder):
         if shared is None or not self._is_defined(shared):
             shared = self._shared[key] = recipe(self)
         return shared
+
+
+def _is_static_fake(value: Any) -> bool:
+    """Returns True if the value is a fake tensor without symbolic sizes."""
+    return isinstance(value, FakeTensor) and not has_symbols(value.shape)
+
+
+def _another(tensor: FakeTensor) -> FakeTensor:
+    """Returns a fake tensor like this one, in memory of its own."""
+    memory = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+    return FakeTensor(tensor.fake_mode, memory, tensor.device)
 
 
 def describe_attributes(gm: GraphModule) -> list[Node]:

@@ -85,7 +85,8 @@ def emit_call(builder: Builder, lower: Lowering, plan: Plan) -> dict[Value, Any]
     options |= _cache_scales(lower, plan)
     operation = getattr(torch.ops.npu, V3_FUNCTIONAL.name).default
     operands = (x, *weights, *gammas, sin, cos, *caches)
-    call_result = builder.call(operation, *operands, **options, **plan.attributes)
+    options |= plan.attributes
+    call_result = builder.call_again(plan.structure, operation, *operands, **options)
     results: dict[Value, Any] = {}
     for name, value in plan.results.items():
         if name in plan.read_results or name in ("query", "query_rope") or "cache" in name:

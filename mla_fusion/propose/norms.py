@@ -67,6 +67,16 @@ def _substitutes(site: Site, fill: Value) -> dict[Value, Value]:
     return substitutes
 
 
+def _multiplied(site: Site, leaf: Value) -> Value:
+    """Returns rows of the site's columns, multiplied by the numbers by which nodes hold them."""
+    form, start, parts = site.projections.form, 0, list[Value]()
+    for product in site.products:
+        part = form.slice(leaf, 1, start, start + product.columns)
+        parts.append(form.scaled(part, product.number))
+        start += product.columns
+    return form.join(parts, 1)
+
+
 def read_norm(site: Site, value: Value, what: str) -> Norm:
     """Returns the norm that makes a Value. Raises Departure if it is no RMSNorm of its columns.
 
@@ -77,10 +87,11 @@ def read_norm(site: Site, value: Value, what: str) -> Norm:
         raise Departure("norm.absent", f"{what} are not normed", [value])
     rows = to_rows(form, value, site.layouts[value], site.tokens)
     leaf, size, has_gamma = site.columns_leaf, len(reading.columns), False
-    columns = form.take(leaf, 1, reading.columns.tolist())
+    products = _multiplied(site, leaf)
+    columns = form.take(products, 1, reading.columns.tolist())
     # numbers stay where they are in roots: only there a root is the kernel's
     fixed = {step: step for step in order([rows], site.roots) if not step.active}
-    computed_rows = form.renamed(rows, fixed | _substitutes(site, leaf))
+    computed_rows = form.renamed(rows, fixed | _substitutes(site, products))
     activations = {leaf: token_layout((site.tokens,), (site.columns,))}
     for epsilon in dict.fromkeys(_epsilon_candidates(site, value, size)):
         row = fill_products(site, rows, form.number((1 - epsilon) / 2))

@@ -96,13 +96,13 @@ class Projections:
         """
         cuts = self.cuts.get(tokens)
         if cuts is None:
-            sites = (site for site in self.sites.values() if site.tokens == tokens)
-            cuts = cuts_of(layout for site in sites for layout in site.layouts.values())
+            cones = {site.facts[0] for site in self.sites.values() if site.tokens == tokens}
+            cuts = cuts_of(layout for cone in cones for layout in cone.layouts.values())
             self.cuts[tokens] = cuts
         return Binding(cuts, tokens, copies)
 
 
-@dataclass
+@dataclass(eq=False)
 class ConeFacts:
     """Holds what is read once for all cones of one structure, by the place of each Value.
 
@@ -203,7 +203,7 @@ class Site:
         return numbered(values, [self.base], self.base.serial)
 
     @cached_property
-    def _facts(self) -> tuple[ConeFacts, list[Value]]:
+    def facts(self) -> tuple[ConeFacts, list[Value]]:
         """Returns the facts of the cone's structure, and the cone's Values by place."""
         key, values = self.numbered()
         facts = self.projections.cones.get(key)
@@ -214,7 +214,7 @@ class Site:
     @cached_property
     def layouts(self) -> dict[Value, Layout]:
         """Returns the layouts of the cone's Values. Values whose tokens are mixed are left out."""
-        cone, values = self._facts
+        cone, values = self.facts
         return {values[place]: layout for place, layout in cone.layouts.items()}
 
     def _facts_of(self, values: list[Value]) -> ConeFacts:
@@ -260,9 +260,13 @@ class Site:
         if prod(value.shape) > _LARGE * max(1, self.tokens):
             return False
         # a product with cached rows is attention, a sum with another activation the residual
-        if value.op in ("dot", "sum"):
-            return all(source in seen or not source.active for source in value.sources)
-        return True
+        others = (source for source in value.sources if source not in seen)
+        if value.op == "dot":
+            return not any(source.active for source in others)
+        size = prod(value.shape)
+        return value.op != "sum" or all(
+            source.model or (not source.active and prod(source.shape) < size) for source in others
+        )
 
     @cached_property
     def writes(self) -> list[Value]:
@@ -284,7 +288,7 @@ class Site:
     @cached_property
     def readings(self) -> dict[Value, Reading]:
         """Returns what probing says of each Value."""
-        cone, values = self._facts
+        cone, values = self.facts
         if cone.readings is None:
             places = [place for place in cone.layouts if self._is_probed(values[place])]
             probed = self._probe([values[place] for place in places])
@@ -295,7 +299,7 @@ class Site:
 
     def probe(self) -> None:
         """Reads the cone itself, if another of its structure was probed: that has other tables."""
-        facts, _ = self._facts
+        facts, _ = self.facts
         if facts.site is not self:
             facts.readings = None
             self.__dict__.pop("readings", None)

@@ -197,6 +197,10 @@ def columns_first(self: Any, sums: Tensor, scale: Tensor) -> Tensor:
     return ((sums * self.scale.view(1, -1)).float() * scale).bfloat16()
 
 
+def beside_a_number(self: Any, sums: Tensor, scale: Tensor) -> Tensor:
+    return (sums.float() * scale * (self.scale / 3) * 3).bfloat16()
+
+
 def by_inverse(self: Any, sums: Tensor, scale: Tensor) -> Tensor:
     return (sums.float() / scale * self.scale).bfloat16()
 
@@ -264,6 +268,7 @@ LINEARS: dict[str, type[PlainLinear]] = {
     "columns_first": linear_of("l", bring_back=columns_first),
     "by_reciprocal": linear_of("l", quantise=by_reciprocal, multiply=product_in_bfloat16),
     "inverse": linear_of("l", quantise=inverse, bring_back=by_inverse),
+    "beside_a_number": linear_of("l", bring_back=beside_a_number),
     "by_operator": linear_of("l", quantise=by_operator),
     "to_sums": linear_of("l", multiply=to_sums),
     "to_scaled_columns": linear_of("l", multiply=to_scaled_columns, bring_back=rows_alone),
@@ -342,9 +347,9 @@ def twice(name: str, query: Any, key: Any) -> type[Twice]:
     return type(f"x quantised twice, {name}", (Twice,), of_both)
 
 
-for way in (to_seven_bits, by_powers_of_two, truncated):
-    kind = twice(way.__name__, way, way)
+ways = [(way.__name__, way, way) for way in (to_seven_bits, by_powers_of_two, truncated)]
+for names in (*ways, ("the key doubled_scale", to_seven_bits, doubled_scale)):
+    kind = twice(*names)
     entry(IN_PLACE, source=OURS, tags="int8, plain, weights", weight_quant_mode=2)(kind)
-for way in (truncated, doubled_scale):
-    kind = twice(f"the key {way.__name__}", to_seven_bits, way)
-    miss("kv_latent.absent", of="x that is quantised twice", tags="int8, plain, weights")(kind)
+kind = twice("the key truncated", to_seven_bits, truncated)
+miss("kv_latent.absent", of="x that is quantised twice", tags="int8, plain, weights")(kind)
