@@ -36,6 +36,7 @@ from __future__ import annotations
 from bisect import bisect
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from fractions import Fraction
+from functools import lru_cache
 from itertools import accumulate, groupby
 from math import prod
 from typing import Any
@@ -884,15 +885,19 @@ def _add_number(numbers: dict[Value, Any], value: Value, number: Exponent) -> No
     numbers[value] = number if previous is None else previous + number
 
 
-def broadcast(shapes: Iterable[Sequence[int]]) -> Shape:
+def broadcast(shapes: Iterable[Shape]) -> Shape:
     """The broadcast shape by numpy's rule. Raises ValueError for sizes that differ."""
-    shapes = list(shapes)
-    if len({*map(tuple, shapes)}) < 2:
-        return tuple(shapes[0]) if shapes else ()
+    return _broadcast(frozenset(shapes))
+
+
+@lru_cache(maxsize=4096)
+def _broadcast(shapes: frozenset[Shape]) -> Shape:
+    """The broadcast shape of distinct shapes."""
+    if len(shapes) == 1:
+        return next(iter(shapes))
     sizes: list[int] = []
-    for shape in shapes:
-        if len(shape) > len(sizes):
-            sizes = [1] * (len(shape) - len(sizes)) + sizes
+    for shape in sorted(shapes, key=len, reverse=True):
+        sizes = sizes or [1] * len(shape)
         for axis in range(1, len(shape) + 1):
             if shape[-axis] != 1:
                 if sizes[-axis] not in (1, shape[-axis]):

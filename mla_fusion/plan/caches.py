@@ -220,8 +220,8 @@ def _changed_rows_obstacle(
 
     written_rows  what is written, over the results
     """
-    memory = graph.nodes.get(strip(write.sources[0], *MOVES), ())
-    target = next((node.name for node in memory if node.op == "placeholder"), "what is no input")
+    cache = _input_holding(graph, strip(write.sources[0], *MOVES))
+    target = "what is no input" if cache is None else cache.name
     steps = [value for value in order([written_rows], [rows]) if value.active]
     if any(value.op == "leaf" for value in steps):
         message = f"one row of {target} holds latent and rotated key; the kernel writes two caches"
@@ -341,18 +341,18 @@ def _is_reshape_of(value: Value | None, rows: Value) -> bool:
     return value is not None and strip_reshapes(value) is rows
 
 
-def _written_input(graph: Graph, value: Value) -> Node | None:
-    """Returns the input that a write goes to, or None."""
-    target = strip_reshapes(value.sources[0])
-    placeholders = [node for node in graph.nodes.get(target, ()) if node.op == "placeholder"]
-    return placeholders[0] if target.op == "leaf" and placeholders else None
+def _input_holding(graph: Graph, memory: Value) -> Node | None:
+    """Returns the input that holds a Value, or None."""
+    nodes = graph.nodes.get(memory, ())
+    return next((node for node in nodes if node.op == "placeholder"), None)
 
 
 def _read_write(graph: Graph, value: Value) -> Write | Obstacle:
     """Returns a write as the kernel does it, or the obstacle if the cache has no fitting shape."""
-    cache = _written_input(graph, value)
-    if cache is None:
-        return _no_input_obstacle(graph, strip_reshapes(value.sources[0]))
+    memory = strip_reshapes(value.sources[0])
+    cache = _input_holding(graph, memory)
+    if memory.op != "leaf" or cache is None:
+        return _no_input_obstacle(graph, memory)
     tensor, width = cache.meta["val"], value.shape[1]
     shape = graph.shape(tensor.shape)
     if value.literal is not None and len(shape) == 4 and shape[2:] == (1, width):
@@ -373,7 +373,7 @@ def _no_input_obstacle(graph: Graph, base: Value) -> Obstacle:
     """
     nodes, memory = graph.nodes_in_any_shape(base), strip(base, "reshape", "slice", "permute")
     name = nodes[0].name if nodes else "what rows are written into"
-    inputs = [node.name for node in graph.nodes.get(memory, ()) if node.op == "placeholder"]
+    owner = _input_holding(graph, memory)
     message, remedy = f"{name} is not a graph input seen as rows", ""
     if not prod(base.shape):
         message = f"{name} has no elements"
@@ -395,12 +395,12 @@ def _no_input_obstacle(graph: Graph, base: Value) -> Obstacle:
             "Write a cache once in a graph: compile what writes it again (a draft's step, say) as "
             "a graph of its own. Two layers are given two caches."
         )
-    elif inputs and base.shape[-1] != memory.shape[-1]:
-        message = f"{name} is some columns of {inputs[0]}"
+    elif owner is not None and base.shape[-1] != memory.shape[-1]:
+        message = f"{name} is some columns of {owner.name}"
         remedy = "Give latent and key a contiguous cache each, as wide as their rows."
-    elif inputs:
+    elif owner is not None:
         message = (
-            f"{name} is a part of {inputs[0]}, and no input of its own; only a wrapper around the "
+            f"{name} is a part of {owner.name}, and no input of its own; only a wrapper around the "
             "graph, as that of mf.backend(), can pass parts, if literals name them and they do not "
             "overlap"
         )
