@@ -38,12 +38,16 @@ class SlotCheck:
     caches     for each cache: its name, a function from the caller's arguments to the cache, and
                the width of a row
     skips      True if model and kernel leave out tokens whose slot is negative
+    places     for each argument that holds places in blocks: its name, its place among the
+               caller's arguments, and the size of a block, or the place of a cache and its axis of
+               that size
     """
 
     program: GraphModule | None
     positions: tuple[int, ...]
     caches: tuple[tuple[str, Callable[[Sequence[Any]], Tensor], int], ...]
     skips: bool
+    places: tuple[tuple[str, int, int | tuple[int, int]], ...]
 
     def __call__(self, args: Sequence[Any]) -> None:
         """Raises SlotError for a wrong slot. Waits for the device, because it reads the slots."""
@@ -53,6 +57,11 @@ class SlotCheck:
         with torch.no_grad():
             slots = sources[0] if self.program is None else self.program(*sources)
             slots = slots.reshape(-1).cpu()
+        for name, position, origin in self.places:
+            size = origin if isinstance(origin, int) else args[origin[0]].shape[origin[1]]
+            for place in args[position].flatten().tolist():
+                if not 0 <= place < size:
+                    raise SlotError(f"{name} holds place {place}, outside a block of {size} rows")
         tokens = torch.arange(len(slots), device=slots.device)
         if self.skips:
             tokens = tokens[slots >= 0]

@@ -25,7 +25,7 @@ from mla_fusion.config import Config
 from mla_fusion.fx.build import GraphBuilder, Recipe
 from mla_fusion.fx.kinds import filled_with, is_random, is_reshape, shape_of, value_of, word
 from mla_fusion.fx.module_path import label
-from mla_fusion.fx.sizes import has_symbols, is_size, is_symbolic, same_shape
+from mla_fusion.fx.sizes import has_symbols, is_size, is_symbolic, same, same_shape
 from mla_fusion.fx.vector_numbers import Exact
 from mla_fusion.fx.walk import nodes_between
 from mla_fusion.graph.pools import part_of
@@ -129,6 +129,7 @@ class BoundaryBuilder(GraphBuilder):
         leaves: Sequence[Node],
         caches: Sequence[tuple[str, Node, Sequence[Any]]],
         skips: bool,
+        places: Sequence[tuple[Node, Any]],
     ) -> None:
         """Notes the slots of a call for the wrapper, under ``Config(slots="checked")``."""
         if self._config.slots != "checked":
@@ -138,6 +139,10 @@ class BoundaryBuilder(GraphBuilder):
             for name, node, shape in caches
         )
         try:
+            checked_places = tuple(
+                (label(node), self._position[node], self._place_of_size(size, caches))
+                for node, size in places
+            )
             program, positions, _ = self._program(recipe, leaves)
         except (_UnpackableError, LookupError) as error:
             log.warning(
@@ -147,7 +152,22 @@ class BoundaryBuilder(GraphBuilder):
             )
             return
         key = cache.describe(program) if program is not None else "", positions, checked_caches
-        self.slot_checks.setdefault(key, SlotCheck(program, positions, checked_caches, skips))
+        check = SlotCheck(program, positions, checked_caches, skips, checked_places)
+        self.slot_checks.setdefault(key, check)
+
+    def _place_of_size(
+        self, size: Any, caches: Sequence[tuple[str, Node, Sequence[Any]]]
+    ) -> int | tuple[int, int]:
+        """Returns a size; if it is symbolic, the argument that tells it and the axis. Raises
+        LookupError.
+        """
+        if not is_symbolic(size):
+            return int(size)
+        for _, node, _ in caches:
+            for axis, own_size in enumerate(shape_of(node)):
+                if node in self._position and same(own_size, size):
+                    return self._position[node], axis
+        raise LookupError(f"no cache has an axis of {size}")
 
     def cache(self, node: Node, shape: Sequence[Any]) -> Node:
         """Returns the cache, or an input that views it in this shape."""

@@ -106,12 +106,14 @@ class Builder(ABC):
         leaves: Sequence[Node],
         caches: Sequence[tuple[str, Node, Sequence[Any]]],
         skips: bool,
+        places: Sequence[tuple[Node, Any]],
     ) -> None:
         """Prepares a check of the slots at which the kernel writes rows.
 
         recipe  makes the slots, from ``leaves``
         caches  name, input and shape of each
         skips   True if the model, like the kernel, leaves out a token whose slot is negative
+        places  inputs that hold places in blocks, with the size of the blocks
         """
 
     def once(self, key: object, recipe: Recipe) -> Any:

@@ -150,6 +150,7 @@ def cast(c: Call, value: Any, dtype: torch.dtype) -> Value:
         if limits == (-128, 127):
             return saturated(form, inner)
         if least <= -STEPS and most >= STEPS and _is_within_steps(form, inner):
+            form.assumed.append("a row's largest element is not rounded beyond 127 before the cast")
             return saturated(form, inner)
     if dtype == FP8.element and not is_rounded and limits == (-MOST[FP8], MOST[FP8]):
         return saturated(form, inner, FP8)

@@ -22,6 +22,7 @@ from mla_fusion.plan.caches import InPlace
 from mla_fusion.plan.operands import empty_kr_cache, identity, row_buffer, to_kernel_layout
 from mla_fusion.plan.outputs import source_nodes
 from mla_fusion.plan.plan import Plan
+from mla_fusion.plan.slots import block_size_of, places_in_blocks
 
 aten = torch.ops.aten
 _WEIGHTS = ("weight_dq", "weight_uq_qr", "weight_uk", "weight_dkv_kr")
@@ -65,8 +66,13 @@ def emit_call(builder: Builder, lower: Lowering, plan: Plan) -> dict[Value, Any]
 
         # an operator that writes unlike its schema leaves out negative slots, as the kernel does
         skips = any(node in graph.hidden for _, node, _ in plan.written_caches)
+        places = [graph.nodes[leaf][0] for leaf in places_in_blocks(plan.caches.trusted_inputs)]
         builder.check_slots(
-            row_numbers, source_nodes(graph, [slots]), [*plan.written_caches], skips
+            row_numbers,
+            source_nodes(graph, [slots]),
+            [*plan.written_caches],
+            skips,
+            [(node, graph.unbound(block_size_of(slots))) for node in places],
         )
         options["cache_index"] = builder.cast(lower.of(slots), torch.int64)
     else:

@@ -65,6 +65,8 @@ def _trusted_inputs(index: Value, role: str) -> Roles | None:
         return {inner: role}
     if inner.op == "count" or _is_scaled_count(inner):
         return {}
+    if inner.is_number:  # one row, or it would be repeated
+        return {} if inner.literal[1].ratio >= 0 else None
     if inner.op == "constant":
         numbers = inner.literal.tensor.reshape(-1)
         is_distinct = len(numbers.unique()) == len(numbers) and int(numbers.min()) >= 0
@@ -97,6 +99,13 @@ def block_size_of(index: Value) -> int:
     return 0
 
 
+def places_in_blocks(roles: Roles) -> list[Value]:
+    """Returns the inputs, among those trusted, that must hold places below ``block_size_of``."""
+    if "table" in roles.values():
+        return []
+    return [leaf for leaf, role in roles.items() if role in ("place", "positions")]
+
+
 def _are_distinct(places: Value) -> bool:
     """Returns True if the places are distinct for all inputs: counted ones, plus one number."""
     if prod(places.shape) == 1:
@@ -112,7 +121,7 @@ def _are_distinct(places: Value) -> bool:
 
 def _is_repeated(index: Value) -> bool:
     """Returns True if the index repeats its numbers by an expand."""
-    return _strip(index, "reshape", "slice").op == "expand"
+    return prod(index.shape) != 1 and _strip(index, "reshape", "slice").op == "expand"
 
 
 def _inputs_of_sum(value: Value) -> Roles | None:
@@ -139,7 +148,8 @@ def _inputs_of_sum(value: Value) -> Roles | None:
             if not offsets and is_open(prod(counted.shape)):
                 offsets = {counted: str(size)}
             is_inside = bool(offsets) or (limits is not None and limits[1] < size)
-            return blocks | offsets if is_inside else None
+            # an input has one role
+            return blocks | offsets if is_inside and blocks.keys().isdisjoint(offsets) else None
     if min(terms.values()) > 0 and _are_distinct(value):
         starts = [term for term in terms if prod(_strip_views_and_casts(term).shape) == 1]
         roles = [_trusted_inputs(start, "") for start in starts]

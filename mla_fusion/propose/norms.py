@@ -19,7 +19,7 @@ import torch
 from mla_fusion.exact.evaluate import computed_from
 from mla_fusion.exact.prove import Claim, prove
 from mla_fusion.graph.departure import Departure
-from mla_fusion.graph.form import MOVES, Value, order, strip
+from mla_fusion.graph.form import MOVES, Value, order, strip, strip_reshapes
 from mla_fusion.graph.fused import rms_norm
 from mla_fusion.graph.layout import token_layout
 from mla_fusion.graph.numbers import Number
@@ -135,7 +135,8 @@ def _has_floor(site: Site, value: Value) -> bool:
 def _sums_under_roots(site: Site, value: Value) -> Iterator[Value]:
     """Yields the sums of which a root is taken on the way to a Value."""
     for step in computed_from([value], site.roots):
-        yield from (radicand for radicand in radicands(step) if radicand.op == "sum")
+        sums = map(strip_reshapes, radicands(step))
+        yield from (radicand for radicand in sums if radicand.op == "sum")
 
 
 def radicands(step: Value) -> Iterator[Value]:

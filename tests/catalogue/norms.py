@@ -88,6 +88,9 @@ NORMS = {
     "NormByDots": by_scale(
         lambda n, x: torch.rsqrt(torch.einsum("td,td->t", x, x)[:, None] / x.shape[1] + n.eps)
     ),
+    "NormWithoutKeepdim": by_scale(
+        lambda n, x: torch.rsqrt(x.pow(2).mean(-1) + n.eps).unsqueeze(-1)
+    ),
     "NormByOnes": by_scale(
         lambda n, x: torch.rsqrt(x**2 @ x.new_full((x.shape[1], 1), 1 / x.shape[1]) + n.eps)
     ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -328,6 +329,9 @@ def static_cache_args() -> tuple[Tensor, ...]:
 class StaticCache(PagedRotateHalf):
     """Hugging Face StaticCache: [B, 1, S_max, width], index_copy_ on axis 2."""
 
+    def put(self, cache: Tensor, position: Tensor, rows: Tensor) -> None:
+        cache.index_copy_(2, position, rows)
+
     def forward(self, *given: Tensor) -> Tensor:
         x, cos, sin, kv_cache, kr_cache, position = given
         q_nope, q_pe = self.query(x)
@@ -336,10 +340,43 @@ class StaticCache(PagedRotateHalf):
         q_pe, k_pe = hf_interleave(q_pe), hf_interleave(k_pe.unsqueeze(2))
         q_pe, k_pe = q_pe * c + rotate_half(q_pe) * sn, k_pe * c + rotate_half(k_pe) * sn
         query = torch.einsum("bsnd,ndc->bsnc", q_nope, self.w_uk())
-        kv_cache.index_copy_(2, position, c_kv.unsqueeze(1))
-        kr_cache.index_copy_(2, position, k_pe.transpose(1, 2))
+        self.put(kv_cache, position, c_kv.unsqueeze(1))
+        self.put(kr_cache, position, k_pe.transpose(1, 2))
         scores = torch.einsum("bsnc,btc->bsnt", query.float(), kv_cache.squeeze(1).float())
         return scores + torch.einsum("bsnr,btr->bsnt", q_pe.float(), kr_cache.squeeze(1).float())
+
+
+@entry(IN_PLACE, source=OURS, tags="cache, layout", alone=(STAGED,), args=static_cache_args)
+class CopiedBack(StaticCache):
+    """The whole cache, with its new rows, is copied into itself."""
+
+    def put(self, cache: Tensor, position: Tensor, rows: Tensor) -> None:
+        cache.copy_(cache.index_copy(2, position, rows))
+
+
+@entry(IN_PLACE, source="DeepSeek", tags="cache", args=partial(paged_args, 1))
+class OneTokenAtALiteral(Base):
+    def write(
+        self, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor
+    ) -> None:
+        kv_cache.view(-1, HCKV)[3:4] = c_kv
+        kr_cache.view(-1, DR)[3:4] = k_pe
+
+
+def blocks_and_places() -> tuple[Tensor, ...]:
+    *others, slots = paged_args()
+    return *others, torch.stack((slots // BLOCK_SIZE, slots % BLOCK_SIZE), 1)
+
+
+@entry(STAGED, source=OURS, tags="cache", args=blocks_and_places)
+class BlocksAndPlacesOfOneInput(Base):
+    """Numbers of blocks and places in them are columns of one input."""
+
+    def write(
+        self, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor
+    ) -> None:
+        kv_cache[slots[:, 0], slots[:, 1], 0] = c_kv
+        kr_cache[slots[:, 0], slots[:, 1], 0] = k_pe
 
 
 @step("slots", IN_PLACE, tags="cache")

@@ -117,3 +117,38 @@ def test_skipped_tokens_are_no_error() -> None:
     assert fusion.placement == "in place"
     with pytest.raises(mf.SlotError, match=f"slot {ROWS} of token 2"):
         compiled(model, clones(with_slots(wrong(2, ROWS))), mf.backend(CHECKED))
+
+
+class InBlocks(base.Base):
+    """Two inputs hold the blocks and the places in them."""
+
+    def forward(self, *args: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        for axis in (0, 1):
+            torch._check(args[3].shape[axis] == args[4].shape[axis])
+        return super().forward(*args[:5], args[5:])  # type: ignore[arg-type]
+
+    def write(
+        self, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor
+    ) -> None:
+        kv_cache[slots[0], slots[1], 0] = c_kv
+        kr_cache[slots[0], slots[1], 0] = k_pe
+
+
+@pytest.mark.parametrize("place", [-1, base.BLOCK_SIZE])
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_place_outside_its_block_is_wrong(dynamic: bool, place: int) -> None:
+    *others, slots = base.paged_args()
+    run = torch.compile(InBlocks(), backend=mf.backend(CHECKED), fullgraph=True)
+    places = slots % base.BLOCK_SIZE
+    for cache, axis in itertools.product(others[3:] if dynamic else (), (0, 1)):
+        torch._dynamo.mark_dynamic(cache, axis)
+    with torch.no_grad():
+        run(*others, slots // base.BLOCK_SIZE, places)
+    assert mf.reports()[-1].fused[0].placement == "in place"
+    places[3], caches = place, clones(tuple(others[3:]))
+    with (
+        pytest.raises(mf.SlotError, match=f"place {place}, outside a block of 16"),
+        torch.no_grad(),
+    ):
+        run(*others, slots // base.BLOCK_SIZE, places)
+    assert all(torch.equal(cache, then) for cache, then in zip(others[3:], caches, strict=True))
