@@ -29,7 +29,7 @@ from mla_fusion.plan.region import activation_nodes
 from mla_fusion.plan.slots import block_size_of
 from mla_fusion.witness.compare import Mismatch, Outcome, Pair, compare
 
-_SMALL_X = 1 << 20  # most elements of token_x that one thread verifies
+_SMALL = 1 << 26  # most products of two numbers, in the projections, that one thread verifies
 _PACKED = 3  # kv_cache_quant_mode
 _ROLES = {  # the role of inputs that an argument is read from
     "weight_dq": "weight",
@@ -64,8 +64,10 @@ class Verifier:
             return Outcome("not verified (Config.verify is 'off')")
         if self._config.verify == "first" and plan.structure in self._layers:
             return Outcome(f"equal in structure to {self._layers[plan.structure]}")
-        is_small = plan.proposal.arguments["token_x"].shape[0] * plan.dims["He"] <= _SMALL_X
-        with use_cpu_threads(1 if is_small else self._threads):
+        arguments = plan.proposal.arguments
+        weights = (arguments[name] for name, role in _ROLES.items() if role == "weight")
+        size = plan.proposal.x.shape[0] * sum(prod(weight.shape) for weight in weights)
+        with use_cpu_threads(1 if size <= _SMALL else self._threads):
             try:
                 outcome = _compare_plan(plan)
             except Mismatch as error:
