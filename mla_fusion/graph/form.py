@@ -526,6 +526,10 @@ class Form:
         Returns the matrix with size 1 on each repeated axis, and the sizes of the leading axes
         after the repetition. None if no leading axis is repeated.
         """
+        *lead, last = range(len(right.shape))
+        if right.op == "permute" and right.literal == (*lead[:-1], last, lead[-1]):
+            repeated = self._unrepeated_matrix(right.sources[0])
+            return repeated and (self.transposed(repeated[0]), repeated[1])
         inner = right
         while inner.op == "reshape" and inner.sources[0].shape[-2:] == right.shape[-2:]:
             inner = inner.sources[0]

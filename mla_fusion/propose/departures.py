@@ -30,9 +30,14 @@ from mla_fusion.graph.departure import UNKNOWN, Departure
 from mla_fusion.graph.form import BYTES, MOVES, Value, filled_with, order, strip
 from mla_fusion.graph.layout import Layout, Mixed, layout_of, token_layout
 from mla_fusion.propose.norms import radicands, read_norm
-from mla_fusion.propose.quantised import operand_format, split_blocks, unquantised_rows
+from mla_fusion.propose.quantised import (
+    has_fixed_step,
+    operand_format,
+    split_blocks,
+    unquantised_rows,
+)
 from mla_fusion.propose.rotations import ROPE, rotated_pairs
-from mla_fusion.propose.sites import Projections, Site, users_of
+from mla_fusion.propose.sites import POINT, Projections, Site, users_of
 
 _FAR = 300  # most steps between two products
 _MOVES = ("reshape", "permute", "expand", "slice")
@@ -43,7 +48,7 @@ _CODES_OF_ANY_PART = ("step.random", "linear.bias", "linear.hidden", "tokens.cut
 _SMOOTH = frozenset(
     """
     asinh atan cos cosh erf erfc exp exp2 expm1 gelu hypot log log10 log1p log2 logaddexp logit
-    mish sigmoid sin sinc sinh tan tanh
+    mish pow sigmoid sin sinc sinh tan tanh
     """.split()
 )
 _serial = attrgetter("serial")
@@ -552,7 +557,9 @@ class _NearMisses:
                 and layer is up
                 and unquantised_rows(self.form, rows) is None
             ):
-                return Reason("quant.dynamic", "%s multiplies %s", (layer, rows))
+                cut = self._token_cut([layer], self.steps_below([layer]))  # of padded rows
+                code = "quant.static" if has_fixed_step(rows) else "quant.dynamic"
+                return cut or Reason(code, "%s multiplies %s", (layer, rows))
             if is_opaque and node is not None:
                 text = f"%s ({kinds.called(node)}) {UNKNOWN}"
                 return Reason("linear.hidden", text, (layer,))
@@ -640,7 +647,8 @@ class _NearMisses:
             for dot in (product.dot, *down.layers):
                 if (reason := self._weight_reason(dot)) is not None:
                     return reason
-            if query_pairs.multiple_of(key_pairs) is not None:
+            # a sign alone may be that of the cosines
+            if query_pairs.multiple_of(key_pairs) not in (None, 1, POINT.p - 1):
                 text = "%s and %s are rotated alike, and scaled differently"
                 return Reason("scale.unequal", text, (query, key))
             text = "the tables of %s and %s are not proved equal"

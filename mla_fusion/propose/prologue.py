@@ -26,6 +26,7 @@ from mla_fusion.meta.number_formats import NumberFormat
 from mla_fusion.propose.norms import Norm, fill_products, read_norm
 from mla_fusion.propose.quantised import (
     column_scales,
+    has_fixed_step,
     row_scales,
     split_blocks,
     unquantised_rows,
@@ -375,6 +376,8 @@ class _Joiner:
         form, down, rows = self.form, self.down, self.up.rows
         float_rows = unquantised_rows(form, rows)
         if float_rows is None:
+            if has_fixed_step(rows):
+                raise Departure("quant.static", "the steps of c_q are not made of it", [rows])
             raise Departure("quant.dynamic", "how c_q is quantised is not known", [rows])
         reading, nodes = down.reading_of(float_rows), self.projections.graph.nodes
         result = float_rows, None

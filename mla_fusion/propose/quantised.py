@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from math import prod
 
 from mla_fusion.graph import quantise
-from mla_fusion.graph.form import Factor, Form, Value, strip
+from mla_fusion.graph.form import BYTES, Factor, Form, Value, strip
 from mla_fusion.graph.numbers import ONE, Number
 from mla_fusion.meta.number_formats import BLOCK, FORMATS, MXFP8, NumberFormat
 
@@ -95,6 +95,17 @@ def unquantised_rows(form: Form, rows: Value) -> Value | None:
             if size is factor:
                 return form.reshape(form.scaled(unscaled, number.inverse), rows.shape)
     return None
+
+
+def has_fixed_step(rows: Value) -> bool:
+    """Returns True if rows are quantised by steps that are not made of the rows."""
+    inner = strip_views(rows)
+    if inner.op == "opaque":
+        return "npu_quantize" in inner.literal[0]
+    if inner.op != "function" or inner.literal[0] not in BYTES:
+        return False
+    factors = (factor for factor in inner.sources[0].sources if factor.active)
+    return all(factor.op not in ("function", "opaque") for factor in factors)
 
 
 def _unquantised_blocks(form: Form, rows: Value, inner: Value) -> Value | None:
