@@ -26,6 +26,12 @@ class AbsorbUnsqueezed(Base):
         return torch.matmul(q_nope.unsqueeze(2), self.w_uk()).squeeze(2)
 
 
+@entry(IN_PLACE, source=OURS, tags="absorb, device, symbolic")
+class AbsorbOnTheLeft(Base):
+    def absorb(self, q_nope: Tensor) -> Tensor:
+        return (self.w_uk().transpose(1, 2) @ q_nope.unsqueeze(-1)).squeeze(-1)
+
+
 @entry(IN_PLACE, source="madsys", tags="absorb, device")
 class AbsorbTransposedWeight(Base):
     """madsys: W_uk kept as [N, Hckv, D]."""

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .base import npu
@@ -101,6 +102,7 @@ MISSES: dict[str, dict[str, Any]] = {
     "high floor": over(lambda v: largest(v).clamp(min=5.0) / 127),
     "floor of another row": over(lambda v: torch.maximum(largest(v), 0.05 * v.abs().max()) / 127),
     "in groups": {"quantise": per_group},
+    "a fixed step": over(lambda v: v.new_full((len(v), 1), 0.05)),
     # other values
     "truncated": of_steps(lambda v: v),
     "half away from zero": of_steps(lambda v: v.sign() * (v.abs() + 0.5).floor()),
@@ -119,6 +121,7 @@ MISSES: dict[str, dict[str, Any]] = {
     "in int8": product(lambda x, w: x @ w),
     "weight as uint8": product(lambda x, w: x.float() @ w.to(torch.uint8).float()),
     "weight in float8": product(lambda x, w: x.float() @ w.float().to(FLOAT8).float()),
+    "rows padded": product(lambda x, w: torch._int_mm(F.pad(x, (0, 0, 0, 24)), w)[: len(x)]),
     "with a bias": product(lambda x, w: torch.addmm(_ones(w), x.float(), w.float())),
     "rescaled to int8": product(
         lambda x, w: npu.npu_quant_matmul(x, w, _ones(w), output_dtype=torch.int8)
@@ -145,6 +148,8 @@ OTHER_CODES = {
     "guarded another step": "proof.differs",
     "128 steps": "proof.differs",
     "in groups": "proof.differs",
+    "a fixed step": "quant.static",
+    "rows padded": "tokens.cut",
 }
 OF_SCALES = ("of the next row", "of another tensor", "in float8", "token scale twice")
 OF_SCALES += ("no token scale", "scales added", "scales in float8")

@@ -74,6 +74,15 @@ def test_a_floor_under_the_largest_of_a_row() -> None:
     )
 
 
+def test_an_int8_cast_that_nothing_clamps() -> None:
+    for name, count in (("linear by_wide_product", 1), ("linear plain", 0)):
+        found = ENTRIES[name]
+        gm = traced_graph(found.model(), *found.args())
+        (fusion,) = mf.explain(gm, found.config(verify="off"), boundary=True).fused
+        lines = [text for text in fusion.assumptions if "not rounded beyond 127" in text]
+        assert len(lines) == count, fusion.assumptions
+
+
 class TwoWidths(Base):
     """One cache is written by int64 slots, the other by the same in int32."""
 
