@@ -22,15 +22,21 @@ from mla_fusion.compile.adapted import Adapted, Adaptor, SlotCheck, Viewed
 from mla_fusion.compile.dynamo import differs_by_call, mark_numbers
 from mla_fusion.compile.inplace import ready_to_run, runs_fx_graph
 from mla_fusion.config import Config
-from mla_fusion.fx.build import GraphBuilder, Recipe
+from mla_fusion.fx.build import Builder, GraphBuilder, Recipe
 from mla_fusion.fx.kinds import filled_with, is_random, is_reshape, shape_of, value_of, word
 from mla_fusion.fx.module_path import label
 from mla_fusion.fx.sizes import has_symbols, is_size, is_symbolic, same, same_shape
 from mla_fusion.fx.vector_numbers import Exact
 from mla_fusion.fx.walk import nodes_between
+from mla_fusion.graph.form import Value
+from mla_fusion.graph.lower import Lowering
 from mla_fusion.graph.pools import part_of
 from mla_fusion.machine import for_ge
 from mla_fusion.pipeline import run
+from mla_fusion.plan.caches import InPlace
+from mla_fusion.plan.outputs import source_nodes
+from mla_fusion.plan.plan import Plan
+from mla_fusion.plan.slots import block_size_of, places_in_blocks
 from mla_fusion.report import store
 from mla_fusion.report.report import Report
 from mla_fusion.weights import cache
@@ -123,47 +129,48 @@ class BoundaryBuilder(GraphBuilder):
         self._weight_names.setdefault(weight, name)
         return weight
 
-    def check_slots(
-        self,
-        recipe: Recipe,
-        leaves: Sequence[Node],
-        caches: Sequence[tuple[str, Node, Sequence[Any]]],
-        skips: bool,
-        places: Sequence[tuple[Node, Any]],
-    ) -> None:
+    def check_slots(self, plan: Plan) -> None:
         """Notes the slots of a call for the wrapper, under ``Config(slots="checked")``."""
         if self._config.slots != "checked":
             return
-        checked_caches = tuple(
+        graph, in_place = plan.graph, plan.caches
+        assert isinstance(in_place, InPlace)
+        slots = in_place.slots
+
+        def row_numbers(builder: Builder) -> Any:
+            return builder.cast(Lowering(builder, graph).of(slots), torch.int64)
+
+        caches = tuple(
             (f"{name} ({label(node)})", self._viewed(node, shape), int(shape[-1]))
-            for name, node, shape in caches
+            for name, node, shape in plan.written_caches
         )
+        place_inputs = [graph.nodes[leaf][0] for leaf in places_in_blocks(in_place.trusted_inputs)]
         try:
-            checked_places = tuple(
-                (label(node), self._position[node], self._place_of_size(size, caches))
-                for node, size in places
+            places = tuple(
+                (label(node), self._position[node], self._block_size(plan, slots))
+                for node in place_inputs
             )
-            program, positions, _ = self._program(recipe, leaves)
+            program, positions, _ = self._program(row_numbers, source_nodes(graph, [slots]))
         except (_UnpackableError, LookupError) as error:
             log.warning(
                 "the slots of %s are not checked: they are not made of inputs (%s)",
-                checked_caches[0][0],
+                caches[0][0],
                 error,
             )
             return
-        key = cache.describe(program) if program is not None else "", positions, checked_caches
-        check = SlotCheck(program, positions, checked_caches, skips, checked_places)
-        self.slot_checks.setdefault(key, check)
+        # an operator that writes unlike its schema leaves out negative slots, as the kernel does
+        skips = any(node in graph.hidden for _, node, _ in plan.written_caches)
+        key = cache.describe(program) if program is not None else "", positions, caches
+        self.slot_checks.setdefault(key, SlotCheck(program, positions, caches, skips, places))
 
-    def _place_of_size(
-        self, size: Any, caches: Sequence[tuple[str, Node, Sequence[Any]]]
-    ) -> int | tuple[int, int]:
-        """Returns a size; if it is symbolic, the argument that tells it and the axis. Raises
-        LookupError.
+    def _block_size(self, plan: Plan, slots: Value) -> int | tuple[int, int]:
+        """Returns the size of the blocks of which slots are composed; if it is symbolic, the
+        argument that tells it and the axis. Raises LookupError.
         """
+        size = plan.graph.unbound(block_size_of(slots))
         if not is_symbolic(size):
-            return int(size)
-        for _, node, _ in caches:
+            return size
+        for _, node, _ in plan.written_caches:
             for axis, own_size in enumerate(shape_of(node)):
                 if node in self._position and same(own_size, size):
                     return self._position[node], axis

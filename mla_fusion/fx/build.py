@@ -100,21 +100,8 @@ class Builder(ABC):
         """
         return recipe(self)
 
-    def check_slots(  # noqa: B027  # trusted, unless somebody stands before the graph
-        self,
-        recipe: Recipe,
-        leaves: Sequence[Node],
-        caches: Sequence[tuple[str, Node, Sequence[Any]]],
-        skips: bool,
-        places: Sequence[tuple[Node, Any]],
-    ) -> None:
-        """Prepares a check of the slots at which the kernel writes rows.
-
-        recipe  makes the slots, from ``leaves``
-        caches  name, input and shape of each
-        skips   True if the model, like the kernel, leaves out a token whose slot is negative
-        places  inputs that hold places in blocks, with the size of the blocks
-        """
+    def check_slots(self, plan: Any) -> None:  # noqa: B027  # trusted, unless a wrapper checks them
+        """Prepares a check of the slots at which the kernel writes rows, for a plan in place."""
 
     def once(self, key: object, recipe: Recipe) -> Any:
         """Returns a value that several layers share (tables, slots)."""
@@ -214,13 +201,15 @@ class GraphBuilder(Builder):
         return self.insert(op, args, kwargs, self.propagate(op, args, kwargs))
 
     def call_again(self, key: object, op: Any, *args: Any, **kwargs: Any) -> Node:
-        results = self._results.get(key, ())
-        if not results or not all(map(_is_static_fake, results)):
-            node = self.call(op, *args, **kwargs)
-            self._results[key] = node.meta["val"]
-            return node
-        with without_modes():  # several times as fast as the operator in the graph's mode
-            return self.insert(op, args, kwargs, tuple(map(_another, results)))
+        results = self._results.get(key)
+        if results is not None:
+            with without_modes():  # several times as fast as the operator in the graph's mode
+                return self.insert(op, args, kwargs, tuple(map(_another, results)))
+        node = self.call(op, *args, **kwargs)
+        results = node.meta["val"]
+        if all(isinstance(part, FakeTensor) and not has_symbols(part.shape) for part in results):
+            self._results[key] = results
+        return node
 
     def insert(self, op: Any, args: Any, kwargs: Any, value: Any) -> Node:
         """Returns a call whose meta value is known."""
@@ -352,11 +341,6 @@ class GraphBuilder(Builder):
         if shared is None or not self._is_defined(shared):
             shared = self._shared[key] = recipe(self)
         return shared
-
-
-def _is_static_fake(value: Any) -> bool:
-    """Returns True if the value is a fake tensor without symbolic sizes."""
-    return isinstance(value, FakeTensor) and not has_symbols(value.shape)
 
 
 def _another(tensor: FakeTensor) -> FakeTensor:

@@ -42,26 +42,6 @@ class Obstacle:
 
 
 @dataclass(frozen=True)
-class Setting:
-    """What in-place writes depend on besides the graph.
-
-    boundary  True if a wrapper will stand around the graph; it can view caches before the call
-    machine   the chip and CANN release whose operator writes the caches
-    """
-
-    boundary: bool
-    machine: Machine
-
-    def is_writable(self, cache: torch.Tensor) -> bool:
-        """Returns True if the operator can write this cache with these strides."""
-        allowed = limits("npu_mla_prolog_v3", self.machine.soc, self.machine.cann, "graph")
-        strided_caches, compares_strides = allowed.strided_caches, allowed.compares_strides
-        return layout.writable(
-            cache, first_axis_free=strided_caches, ones_free=not compares_strides
-        )
-
-
-@dataclass(frozen=True)
 class Write:
     """One write of rows into an input of the graph.
 
@@ -110,12 +90,19 @@ class Staged:
 
 
 def place_rows(
-    graph: Graph, proposal: Proposal, rewrites: Rewrites, writes: Sequence[Value], setting: Setting
+    graph: Graph,
+    proposal: Proposal,
+    rewrites: Rewrites,
+    writes: Sequence[Value],
+    machine: Machine,
+    boundary: bool,
 ) -> InPlace | Staged:
     """Returns ``InPlace`` if the kernel's writes are those of the graph, else ``Staged``.
 
     rewrites  what the claims say of the graph's Values
-    writes        the writes of rows that are computed from x
+    writes    the writes of rows that are computed from x
+    machine   the chip and CANN release whose operator writes the caches
+    boundary  True if a wrapper will stand around the graph; it can view caches before the call
     """
     results, obstacles = proposal.results, list[Obstacle]()
     result_rows = {"kv_cache": results.kv_rows, "kr_cache": results.kr_rows}
@@ -130,9 +117,10 @@ def place_rows(
         else:
             writes_by_name[name] = write
             is_quantised = mode == _CHANNELS or (mode and name == "kv_cache")
-            obstacles += _memory_obstacles(
-                graph, write, setting, _row_dtype(proposal) if is_quantised else None
-            )
+            element = torch.bfloat16
+            if is_quantised:
+                element = row_format(format_of(proposal.arguments["weight_quant_mode"])).element
+            obstacles += _memory_obstacles(graph, write, element, machine, boundary)
     if len(writes_by_name) < len(result_rows):
         return Staged(tuple(obstacles))
     kv, kr = writes_by_name["kv_cache"], writes_by_name.get("kr_cache")
@@ -161,11 +149,6 @@ def _count_obstacle(graph: Graph, slots: int, tokens: int) -> Obstacle:
     """Returns the obstacle of a write with another number of slots than tokens."""
     detail = f"{graph.size_text(slots)} slots for tokens [{graph.size_text(tokens)}]"
     return Obstacle("cache.slots_count", detail)
-
-
-def _row_dtype(proposal: Proposal) -> torch.dtype:
-    """Returns the dtype of quantised rows."""
-    return row_format(format_of(proposal.arguments["weight_quant_mode"])).element
 
 
 def _pair_obstacles(graph: Graph, kv: Write, kr: Write) -> Iterator[Obstacle]:
@@ -320,25 +303,27 @@ PAIRS = Obstacle(
 
 
 def _memory_obstacles(
-    graph: Graph, write: Write, setting: Setting, element: torch.dtype | None
+    graph: Graph, write: Write, element: torch.dtype, machine: Machine, boundary: bool
 ) -> Iterator[Obstacle]:
     """Yields why the kernel cannot write rows into the memory of a cache.
 
-    element  the dtype of quantised rows; None for bfloat16
+    element  the dtype of the rows
     """
-    dtype = element or torch.bfloat16
+    allowed = limits("npu_mla_prolog_v3", machine.soc, machine.cann, "graph")
     name, cache = write.cache.name, write.cache.meta["val"]
-    if not setting.boundary and graph.shape(cache.shape) != write.shape:
+    if not boundary and graph.shape(cache.shape) != write.shape:
         sizes = f"{list(cache.shape)}, and no wrapper can view it as {list(write.shape)}"
         yield Obstacle("cache.boundary", f"{name} has shape {sizes}")
-    if not setting.is_writable(cache):
+    if not layout.writable(
+        cache, first_axis_free=allowed.strided_caches, ones_free=not allowed.compares_strides
+    ):
         strides = list(cache.stride())
         yield Obstacle(
             "cache.strides",
             f"{name} has strides {strides}, and rows that the kernel writes to it do not arrive",
         )
-    if cache.dtype != dtype:
-        detail = f"{name} is {cache.dtype}, the rows written to it {dtype}"
+    if cache.dtype != element:
+        detail = f"{name} is {cache.dtype}, the rows written to it {element}"
         yield Obstacle("cache.dtype", detail)
 
 

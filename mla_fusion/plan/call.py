@@ -22,7 +22,6 @@ from mla_fusion.plan.caches import InPlace
 from mla_fusion.plan.operands import empty_kr_cache, identity, row_buffer, to_kernel_layout
 from mla_fusion.plan.outputs import source_nodes
 from mla_fusion.plan.plan import Plan
-from mla_fusion.plan.slots import block_size_of, places_in_blocks
 
 aten = torch.ops.aten
 _WEIGHTS = ("weight_dq", "weight_uq_qr", "weight_uk", "weight_dkv_kr")
@@ -37,7 +36,7 @@ def emit_call(builder: Builder, lower: Lowering, plan: Plan) -> dict[Value, Any]
 
     lower  lowers Values into the same builder
     """
-    arguments, graph = plan.proposal.arguments, plan.graph
+    arguments = plan.proposal.arguments
     mode = plan.modes[0]
     is_x_quantised = "dequant_scale_x" in arguments
     bfloat16 = torch.bfloat16
@@ -59,22 +58,8 @@ def emit_call(builder: Builder, lower: Lowering, plan: Plan) -> dict[Value, Any]
     if isinstance(plan.caches, InPlace):
         caches = [builder.cache(node, shape) for _, node, shape in plan.written_caches]
         caches += [empty_kr_cache(builder, x) for _ in range(2 - len(caches))]
-        slots = plan.caches.slots
-
-        def row_numbers(builder: Builder) -> Any:
-            return builder.cast(Lowering(builder, graph).of(slots), torch.int64)
-
-        # an operator that writes unlike its schema leaves out negative slots, as the kernel does
-        skips = any(node in graph.hidden for _, node, _ in plan.written_caches)
-        places = [graph.nodes[leaf][0] for leaf in places_in_blocks(plan.caches.trusted_inputs)]
-        builder.check_slots(
-            row_numbers,
-            source_nodes(graph, [slots]),
-            [*plan.written_caches],
-            skips,
-            [(node, graph.unbound(block_size_of(slots))) for node in places],
-        )
-        options["cache_index"] = builder.cast(lower.of(slots), torch.int64)
+        builder.check_slots(plan)
+        options["cache_index"] = builder.cast(lower.of(plan.caches.slots), torch.int64)
     else:
         widths = arguments["weight_uk"].shape[2], arguments["rope_cos"].shape[1]
         caches = [row_buffer(builder, x, lead, width) for width in widths]

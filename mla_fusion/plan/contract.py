@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from mla_fusion.compat import FakeTensorMode, OpOverload, guard, hint_of, schema_of
+from mla_fusion.compat import FakeTensorMode, guard, hint_of, schema_of
 from mla_fusion.config import Config
 from mla_fusion.fx.build import Builder, Recipe, fake_mode_of, faked
 from mla_fusion.fx.vector_numbers import Exact
@@ -125,12 +125,13 @@ class _FakeCall(Builder):
         return self.value(node).new_empty(list(shape))  # torch writes sizes of views as quotients
 
     def call(self, op: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        if isinstance(op, OpOverload) and schema_of(op).name.endswith(f"::{V3_FUNCTIONAL.name}"):
-            names = [argument.name for argument in schema_of(op).arguments if not argument.is_out]
-            operands = dict(zip(names, args, strict=False)) | kwargs
-            raise _CallReached({name: operands[name] for name in names if name in operands})
         tensor: torch.Tensor = op(*args, **kwargs)
         return tensor
+
+    def call_again(self, key: object, op: Any, *args: Any, **kwargs: Any) -> Any:
+        names = [argument.name for argument in schema_of(op).arguments if not argument.is_out]
+        operands = dict(zip(names, args, strict=False)) | kwargs
+        raise _CallReached({name: operands[name] for name in names if name in operands})
 
     def packed(
         self, name: str, recipe: Recipe, leaves: Sequence[Node], exact: Exact | None = None

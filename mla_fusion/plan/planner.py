@@ -23,7 +23,7 @@ from mla_fusion.graph.form import Value, order, strip_reshapes
 from mla_fusion.graph.read import Graph, values_of
 from mla_fusion.meta import limits
 from mla_fusion.plan import contract, policy
-from mla_fusion.plan.caches import PAIRS, InPlace, Obstacle, Setting, Staged, Write, place_rows
+from mla_fusion.plan.caches import PAIRS, InPlace, Obstacle, Staged, Write, place_rows
 from mla_fusion.plan.outputs import is_size
 from mla_fusion.plan.plan import Plan
 from mla_fusion.plan.region import find_region, nodes_between
@@ -223,9 +223,9 @@ class Planner:
         graph, config = self.graph, self.config
         if config.staging == "always":
             return Staged((Obstacle("config.staging", "Config.staging is 'always'"),))
-        setting = Setting(self.boundary, config.machine)
         writes = self.projections.sites[proposal.x].writes
-        caches = place_rows(graph, proposal, Rewrites(graph.form, claims), writes, setting)
+        rewrites = Rewrites(graph.form, claims)
+        caches = place_rows(graph, proposal, rewrites, writes, config.machine, self.boundary)
         for write in caches.writes.values():
             if _writer(graph, write) is None:
                 detail = f"a step writes into {write.cache.name} where it lies"

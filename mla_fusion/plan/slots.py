@@ -204,20 +204,11 @@ def _offset_source(terms: dict[Value, Fraction], size: Fraction) -> Value | None
         terms = dict(zip(inner.sources, inner.literal[0], strict=True)) if is_sum else {}
     if len(terms) != 2:
         return None
-    for slots, factor in terms.items():
-        if factor == 1:
-            ((quotient_rows, scale),) = (
-                (term, term_factor) for term, term_factor in terms.items() if term is not slots
-            )
-            quotient = _strip_views_and_casts(quotient_rows)
-            if scale == -size and quotient.op == "function" and quotient.literal[0] == "quotient":
-                divisor = filled_with(quotient.sources[1])
-                is_same = _strip_views_and_casts(quotient.sources[0]) is _strip_views_and_casts(
-                    slots
-                )
-                if is_same and divisor is not None and divisor.literal[1].ratio == size:
-                    return slots
-    return None
+    (slots, factor), (quotient, scale) = sorted(terms.items(), key=lambda term: -term[1])
+    divided = _dividend(_strip_views_and_casts(quotient), size)
+    if (factor, scale) != (1, -size) or divided is None:
+        return None
+    return slots if _strip_views_and_casts(divided) is _strip_views_and_casts(slots) else None
 
 
 def _divided_slots(index: Value, size: Fraction) -> Value | None:
@@ -226,9 +217,15 @@ def _divided_slots(index: Value, size: Fraction) -> Value | None:
     while stack:
         value = stack.pop()
         if value.op == "function" and value.literal[0] == "quotient":
-            divisor = filled_with(value.sources[1])
-            is_size = divisor is not None and divisor.literal[1].ratio == size
-            return value.sources[0] if is_size else None
+            return _dividend(value, size)
         if value.op in ("sum", "reshape", "cast", "expand"):
             stack += value.sources
     return None
+
+
+def _dividend(value: Value, size: Fraction) -> Value | None:
+    """Returns ``s`` if the Value is ``s // size``, else None."""
+    if value.op != "function" or value.literal[0] != "quotient":
+        return None
+    source, divisor = value.sources[0], filled_with(value.sources[1])
+    return source if divisor is not None and divisor.literal[1].ratio == size else None

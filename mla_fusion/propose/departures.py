@@ -31,7 +31,6 @@ from mla_fusion.graph.form import BYTES, MOVES, Value, filled_with, order, strip
 from mla_fusion.graph.layout import Layout, Mixed, layout_of, token_layout
 from mla_fusion.propose.norms import radicands, read_norm
 from mla_fusion.propose.quantised import (
-    has_fixed_step,
     operand_format,
     split_blocks,
     unquantised_rows,
@@ -558,8 +557,7 @@ class _NearMisses:
                 and unquantised_rows(self.form, rows) is None
             ):
                 cut = self._token_cut([layer], self.steps_below([layer]))  # of padded rows
-                code = "quant.static" if has_fixed_step(rows) else "quant.dynamic"
-                return cut or Reason(code, "%s multiplies %s", (layer, rows))
+                return cut or Reason("quant.dynamic", "%s multiplies %s", (layer, rows))
             if is_opaque and node is not None:
                 text = f"%s ({kinds.called(node)}) {UNKNOWN}"
                 return Reason("linear.hidden", text, (layer,))

@@ -56,25 +56,24 @@ def _substitutes(site: Site, fill: Value) -> dict[Value, Value]:
 
     fill  rows [tokens, columns], one row [1, columns], or one number
     """
-    form, start, substitutes = site.projections.form, 0, dict[Value, Value]()
-    for product in site.products:
-        width, shape = product.columns, product.root.shape
-        row = form.slice(fill, 1, start, start + width) if fill.shape else fill
+    form, substitutes = site.projections.form, dict[Value, Value]()
+    for product, first, last in site.parts:
+        shape = product.root.shape
+        row = form.slice(fill, 1, first, last) if fill.shape else fill
         row = form.scaled(row, product.number.inverse)
         is_all = prod(row.shape) == prod(shape)
         substitutes[product.root] = form.reshape(row, shape) if is_all else form.expand(row, shape)
-        start += width
     return substitutes
 
 
 def _multiplied(site: Site, leaf: Value) -> Value:
     """Returns rows of the site's columns, multiplied by the numbers by which nodes hold them."""
-    form, start, parts = site.projections.form, 0, list[Value]()
-    for product in site.products:
-        part = form.slice(leaf, 1, start, start + product.columns)
-        parts.append(form.scaled(part, product.number))
-        start += product.columns
-    return form.join(parts, 1)
+    form = site.projections.form
+    parts = (
+        form.scaled(form.slice(leaf, 1, first, last), product.number)
+        for product, first, last in site.parts
+    )
+    return form.join([*parts], 1)
 
 
 def read_norm(site: Site, value: Value, what: str) -> Norm:

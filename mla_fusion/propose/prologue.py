@@ -266,12 +266,10 @@ def _reorder_columns(form: Form, rows: Value, places: list[int]) -> Value:
 
 def _products_with(site: Site, columns: set[int]) -> Iterator[Value]:
     """Yields the products of a site that have some of the columns."""
-    start = 0
-    for product in site.products:
-        if not columns.isdisjoint(range(start, start + product.columns)):
+    for product, first, last in site.parts:
+        if not columns.isdisjoint(range(first, last)):
             yield product.root
             yield product.dot
-        start += product.columns
 
 
 class _Joiner:

@@ -20,6 +20,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from heapq import heapify, heappop, heappush
+from itertools import accumulate
 from math import prod
 from typing import NamedTuple
 
@@ -163,6 +164,13 @@ class Site:
         return sum(product.columns for product in self.products)
 
     @cached_property
+    def parts(self) -> list[tuple[Projection, int, int]]:
+        """Returns each product with its first column and the one behind its last."""
+        ends = accumulate(product.columns for product in self.products)
+        pairs = zip(self.products, ends, strict=True)
+        return [(product, end - product.columns, end) for product, end in pairs]
+
+    @cached_property
     def weight(self) -> Value:
         """Returns the weights of all products, side by side [k, columns]."""
         return self.projections.form.join([product.weight for product in self.products], 1)
@@ -175,10 +183,9 @@ class Site:
 
     def split_rows(self, rows: Tensor, binding: Binding) -> dict[Value, Tensor]:
         """Returns rows [.., columns] cut into the roots of the products."""
-        tensors, start = dict[Value, Tensor](), 0
-        for product in self.products:
-            part = rows[:, start : start + product.columns]
-            start += product.columns
+        tensors = dict[Value, Tensor]()
+        for product, first, last in self.parts:
+            part = rows[:, first:last]
             if product.number != ONE:
                 part = part * pow(field.number(product.number, POINT), -1, POINT.p) % POINT.p
             tensors[product.root] = part.reshape(binding.shape(self.layouts[product.root]))

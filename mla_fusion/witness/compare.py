@@ -107,13 +107,11 @@ class Outcome:
     figures   for each part, the largest distance of the new value from the original one, and the
               distance of both from float64 in the first draw
     compared  what was run, as text; "" if nothing was
-    tokens    the numbers of tokens that were run
     """
 
     verified: str
     figures: tuple[Figure, ...] = ()
     compared: str = ""
-    tokens: tuple[int, ...] = ()
 
 
 def compare(
@@ -203,7 +201,6 @@ class _Witness:
             tuple(self._figures.values()),
             f"compared at T = {' and '.join(map(str, self._tokens))}, "
             f"draws: {self._count}, outputs: {len(self._figures)}",
-            tuple(self._tokens),
         )
 
     def _run_at(self, binding: Binding) -> None:

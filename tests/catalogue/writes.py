@@ -354,7 +354,7 @@ class CopiedBack(StaticCache):
         cache.copy_(cache.index_copy(2, position, rows))
 
 
-@entry(IN_PLACE, source="DeepSeek", tags="cache", args=partial(paged_args, 1))
+@entry(IN_PLACE, source=OURS, tags="cache", args=partial(paged_args, 1))
 class OneTokenAtALiteral(Base):
     def write(
         self, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor
