@@ -144,8 +144,10 @@ class BoundaryBuilder(GraphBuilder):
             (f"{name} ({label(node)})", self._viewed(node, shape), int(shape[-1]))
             for name, node, shape in plan.written_caches
         )
-        place_inputs = [graph.nodes[leaf][0] for leaf in places_in_blocks(in_place.trusted_inputs)]
         try:
+            place_inputs = (
+                graph.nodes[leaf][0] for leaf in places_in_blocks(in_place.trusted_inputs)
+            )
             places = tuple(
                 (label(node), self._position[node], self._block_size(plan, slots))
                 for node in place_inputs
