@@ -30,11 +30,7 @@ from mla_fusion.graph.departure import UNKNOWN, Departure
 from mla_fusion.graph.form import BYTES, MOVES, Value, filled_with, order, strip
 from mla_fusion.graph.layout import Layout, Mixed, layout_of, token_layout
 from mla_fusion.propose.norms import radicands, read_norm
-from mla_fusion.propose.quantised import (
-    operand_format,
-    split_blocks,
-    unquantised_rows,
-)
+from mla_fusion.propose.quantised import operand_format, split_blocks, unquantised_rows
 from mla_fusion.propose.rotations import ROPE, rotated_pairs
 from mla_fusion.propose.sites import POINT, Projections, Site, users_of
 

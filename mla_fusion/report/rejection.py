@@ -33,7 +33,8 @@ CODES: dict[str, tuple[str, str]] = {
     ),
     "rope.tables_differ": (
         "Query and key are rotated by tables that the pass cannot prove equal.",
-        "Use one cos and one sin tensor for both.",
+        "Use one cos and one sin tensor for both, and one order of pairs: halves read other "
+        "columns of a table than neighbours do.",
     ),
     "rope.normed_key": (
         "The key or the query is normalised before it is rotated; the kernel rotates W_kr x and "
