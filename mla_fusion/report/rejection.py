@@ -66,8 +66,9 @@ CODES: dict[str, tuple[str, str]] = {
     ),
     "norm.gamma_dtype": (
         "A norm weight is not bfloat16, and rounding it may change results.",
-        "Store norm weights in bfloat16. mla_fusion.backend() also takes a float32 weight whose "
-        "values are all bfloat16 numbers, and checks that.",
+        "Store norm weights in bfloat16, and compute in bfloat16 what is made of one (1 + w). "
+        "mla_fusion.backend() also takes a float32 weight whose values are all bfloat16 numbers, "
+        "and checks that.",
     ),
     "norm.of_input": (
         "What a norm multiplies a latent by is computed from activations; the kernel multiplies "
@@ -75,9 +76,10 @@ CODES: dict[str, tuple[str, str]] = {
         "Give the norm its own weight, the same for all tokens.",
     ),
     "norm.low_precision": (
-        "A step of the norm, up to its statistic, is computed below float32, which the kernel does "
-        "not reproduce.",
-        "Upcast to float32 behind the projection: before squaring, and before any factor.",
+        "A step of the norm, up to the root of its statistic, is computed below float32, which the "
+        "kernel does not reproduce.",
+        "Upcast to float32 behind the projection: before squaring, and before any factor. Cast "
+        "down the normed row, not what it is multiplied by.",
     ),
     "norm.runtime_eps": (
         "The norm's epsilon is an input of the graph, so its value is unknown at compile time.",
