@@ -332,7 +332,8 @@ class Planner:
             while path:
                 node, reader = path.pop()
                 is_end = node is reader and (node.op == "output" or is_copy_into(node, cache))
-                is_new = write.value in map(strip_reshapes, values_of(graph.readings[node]))
+                reading = graph.changed.get(node, graph.readings[node])
+                is_new = write.value in map(strip_reshapes, values_of(reading))
                 if node in region or node in seen or is_end or is_new or is_size(node):
                     continue
                 seen.add(node)
