@@ -327,3 +327,9 @@ def test_a_key_cache_that_is_read_before_keeps_the_layout_of_the_model() -> None
     (fusion,) = mf.explain(traced_graph(ReadsOldKeys(), *paged_args()), config, boundary=True).fused
     assert fusion.staged_by[0].code == "cache.old_rows_read" and not fusion.warnings
     assert fusion.verified == "verified"
+
+
+def test_a_cache_that_is_read_before_its_write_is_staged() -> None:
+    gm = traced_graph(ENTRIES["ReadsOldCache"].model(), *paged_args())
+    (fusion,) = mf.explain(gm, mf.Config(verify="off"), boundary=True).fused
+    assert fusion.staged_by[0].code == "cache.old_rows_read"
