@@ -10,7 +10,7 @@ import functools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from math import isnan
+from math import isnan, prod
 from typing import Any, NamedTuple
 
 import torch
@@ -145,12 +145,10 @@ class BoundaryBuilder(GraphBuilder):
             for name, node, shape in plan.written_caches
         )
         try:
-            place_inputs = (
-                graph.nodes[leaf][0] for leaf in places_in_blocks(in_place.trusted_inputs)
-            )
             places = tuple(
                 (label(node), self._position[node], self._block_size(plan, slots))
-                for node in place_inputs
+                for leaf in places_in_blocks(in_place.trusted_inputs)
+                for node in graph.nodes[leaf][:1]
             )
             program, positions, _ = self._program(row_numbers, source_nodes(graph, [slots]))
         except (_UnpackableError, LookupError) as error:
@@ -394,7 +392,7 @@ def fuse_with_boundary(
         warn_once(report.notes[-1])
     # views of parameters add no bytes
     report.bytes_added = sum(
-        weight.value.nbytes
+        prod(weight.value.shape) * weight.value.element_size()  # nbytes fails for symbolic offsets
         for weight in weights
         if not weight.is_view and not has_symbols(weight.value.shape)
     )

@@ -209,8 +209,8 @@ def _changed_rows_obstacle(
     steps = [value for value in order([written_rows], [rows]) if value.active]
     joined = (source for step in steps if step.op == "join" for source in step.sources)
     if cache is not None and any(strip(source, *MOVES) is memory for source in joined):
-        shape = list(cache.meta["val"].shape)
-        message = f"{target} has shape {shape}, and no wrapper passes the part that rows go to"
+        sizes = f"{target} has shape {list(cache.meta['val'].shape)}"
+        message = f"{sizes}, and no wrapper passes the part that rows go to"
         return Obstacle("cache.boundary", message)
     if any(value.op == "leaf" for value in steps):
         message = f"one row of {target} holds latent and rotated key; the kernel writes two caches"
