@@ -46,9 +46,7 @@ def pool_of(*shape: int) -> tuple[Tensor, ...]:
 class ReadBetweenTheWrites(Base):
     """The rope cache is read, as it was, between the two writes."""
 
-    def write(
-        self, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor
-    ) -> None:
+    def write(self, kv_cache, kr_cache, slots, c_kv, k_pe) -> None:
         kv_cache.view(-1, HCKV)[slots] = c_kv
         self.seen = kr_cache.view(-1, DR)[slots].float().sum(-1)
         kr_cache.view(-1, DR)[slots] = k_pe
@@ -59,9 +57,7 @@ class ReadBetweenTheWrites(Base):
 
 @entry(STAGED, source=OURS, tags="cache")
 class WrittenTwiceAlike(Base):
-    def write(
-        self, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor
-    ) -> None:
+    def write(self, kv_cache, kr_cache, slots, c_kv, k_pe) -> None:
         super().write(kv_cache, kr_cache, slots, c_kv, k_pe)
         super().write(kv_cache, kr_cache, slots, c_kv, k_pe)
 
@@ -70,9 +66,7 @@ class WrittenTwiceAlike(Base):
 class Overwritten(Base):
     """A row is cleared right after the write."""
 
-    def write(
-        self, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor
-    ) -> None:
+    def write(self, kv_cache, kr_cache, slots, c_kv, k_pe) -> None:
         super().write(kv_cache, kr_cache, slots, c_kv, k_pe)
         kv_cache.view(-1, HCKV)[slots[:1]] = 0
 
@@ -365,16 +359,12 @@ class OldCacheReturned(Base):
 class CopiesWritten(OldCacheReturned):
     """Leaves what it was given as it was."""
 
-    def write(
-        self, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor
-    ) -> None:
+    def write(self, kv_cache, kr_cache, slots, c_kv, k_pe) -> None:
         super().write(self.copy(kv_cache), self.copy(kr_cache), slots, c_kv, k_pe)
 
 
 class CopiesWrittenBack(OldCacheReturned):
-    def write(
-        self, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor
-    ) -> None:
+    def write(self, kv_cache, kr_cache, slots, c_kv, k_pe) -> None:
         own = self.copy(kv_cache), self.copy(kr_cache)
         super().write(*own, slots, c_kv, k_pe)
         for cache, written in zip((kv_cache, kr_cache), own, strict=True):

@@ -148,9 +148,7 @@ class Packed(Floats):
             [values, *(part.contiguous().view(values.dtype) for part in (k_pe, scale))], -1
         )
 
-    def write(
-        self, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor
-    ) -> None:
+    def write(self, kv_cache, kr_cache, slots, c_kv, k_pe) -> None:
         npu.npu_scatter_nd_update_(kv_cache.view(-1, 656), slots.view(-1, 1), self.pack(c_kv, k_pe))
 
     forward = PackedRows.forward

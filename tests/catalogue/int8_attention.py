@@ -36,9 +36,7 @@ class Int8Attention(Full):
     ``Tq`` of the cache is ``1 / 25``: rows are multiplied by 25.
     """
 
-    def write(
-        self, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor
-    ) -> None:
+    def write(self, kv_cache, kr_cache, slots, c_kv, k_pe) -> None:
         kv_cache.view(-1, HCKV)[slots] = self.quantise(c_kv)
         kr_cache.view(-1, DR)[slots] = k_pe
 

@@ -98,9 +98,7 @@ class PlainCache(Partial):
     def quantise(self, rows: Tensor, scale: Tensor) -> Tensor:
         return torch.clamp(torch.round(rows.float() * scale), -128, 127).to(torch.int8)
 
-    def write(
-        self, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor
-    ) -> None:
+    def write(self, kv_cache, kr_cache, slots, c_kv, k_pe) -> None:
         kv_cache.view(-1, HCKV)[slots] = self.quantise(c_kv, self.kv_scale)
         kr_cache.view(-1, DR)[slots] = self.quantise(k_pe, self.kr_scale)
 
@@ -190,9 +188,7 @@ class PackedRows(Full):
     tile.
     """
 
-    def write(
-        self, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor
-    ) -> None:
+    def write(self, kv_cache, kr_cache, slots, c_kv, k_pe) -> None:
         kv_cache.view(-1, 656)[slots] = self.rows(c_kv, k_pe)
 
     def rows(self, c_kv: Tensor, k_pe: Tensor) -> Tensor:
@@ -215,9 +211,7 @@ class PackedByOperators(PackedRows):
 
     min_scale = 0.0
 
-    def write(
-        self, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor
-    ) -> None:
+    def write(self, kv_cache, kr_cache, slots, c_kv, k_pe) -> None:
         options = {"row_block_size": 1, "col_block_size": 128, "min_scale": self.min_scale}
         values, scale = npu.npu_dynamic_block_quant(c_kv, **options)
         packed = torch.cat([values, k_pe.contiguous().view(torch.int8), scale.view(torch.int8)], -1)
@@ -239,9 +233,7 @@ class PackedClipped(PackedRows):
         super().__init__()
         self.q_a_proj, self.kv_a_proj_with_mqa = linear(HE, HCQ), linear(HE, HCKV + DR)
 
-    def write(
-        self, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor
-    ) -> None:
+    def write(self, kv_cache, kr_cache, slots, c_kv, k_pe) -> None:
         tiles = c_kv.float().unflatten(-1, (4, 128))
         limit = 0.9 * tiles.abs().amax(-1, keepdim=True)
         scale = (limit / 127).clamp(min=1e-8)
@@ -268,9 +260,7 @@ class PackedOtherwise(PackedRows):
 class PackedAndRead(PackedRows):
     """The new rows are read as they are, too."""
 
-    def write(
-        self, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor
-    ) -> None:
+    def write(self, kv_cache, kr_cache, slots, c_kv, k_pe) -> None:
         super().write(kv_cache, kr_cache, slots, c_kv, k_pe)
         self.last = c_kv
 
@@ -349,9 +339,7 @@ class OneVector(PlainCache):
         super().__init__()
         self.scales = nn.Parameter(20 + 10 * torch.rand(HCKV + DR), requires_grad=False)
 
-    def write(
-        self, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor
-    ) -> None:
+    def write(self, kv_cache, kr_cache, slots, c_kv, k_pe) -> None:
         of_kv, of_kr = (self.scales[part] for part in self.parts)
         kv_cache.view(-1, HCKV)[slots] = self.quantise(c_kv, of_kv)
         kr_cache.view(-1, DR)[slots] = self.quantise(k_pe, of_kr)

@@ -56,9 +56,7 @@ class UnboundLayers(LayersOfAPool):
     def layer(self, pool: Tensor, place: int) -> Tensor:
         return pool.unbind(0)[place]
 
-    def write(
-        self, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor
-    ) -> None:
+    def write(self, kv_cache, kr_cache, slots, c_kv, k_pe) -> None:
         kv_cache.view(-1, HCKV).index_copy_(0, slots, c_kv)
         kr_cache.view(-1, DR).index_copy_(0, slots, k_pe)
 
@@ -72,9 +70,7 @@ class LayersAsRows(LayersOfAPool):
     def layer(self, pool: Tensor, place: int) -> Tensor:
         return pool.view(LAYERS, -1, pool.shape[-1]).select(0, place)
 
-    def write(
-        self, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor
-    ) -> None:
+    def write(self, kv_cache, kr_cache, slots, c_kv, k_pe) -> None:
         npu.npu_scatter_nd_update_(kv_cache, slots.view(-1, 1), c_kv)
         kr_cache.scatter_(0, slots.unsqueeze(1).expand(-1, DR), k_pe)
 
@@ -238,9 +234,7 @@ class LayerByTensor(Base):
         self.place = place
         return super().forward(x, cos, sin, kv_pool, kr_pool, slots)
 
-    def write(
-        self, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor
-    ) -> None:
+    def write(self, kv_cache, kr_cache, slots, c_kv, k_pe) -> None:
         kv_cache.view(LAYERS, -1, HCKV)[self.place, slots] = c_kv
         kr_cache.view(LAYERS, -1, DR)[self.place, slots] = k_pe
 

@@ -69,9 +69,7 @@ class PagedRotateHalf(Prologue):
     def in_halves(self, x: Tensor) -> Tensor:
         return hf_interleave(x)
 
-    def write(
-        self, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor
-    ) -> None:
+    def write(self, kv_cache, kr_cache, slots, c_kv, k_pe) -> None:
         kv_cache.view(-1, HCKV)[slots] = c_kv
         kr_cache.view(-1, DR)[slots] = k_pe
 
@@ -115,9 +113,7 @@ class BlockOffset(PagedRotateHalf):
     def absorb(self, q_nope: Tensor) -> Tensor:
         return torch.einsum("tnd,ndc->tnc", q_nope, self.w_uk())
 
-    def write(
-        self, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor
-    ) -> None:
+    def write(self, kv_cache, kr_cache, slots, c_kv, k_pe) -> None:
         block, offset = slots // BLOCK_SIZE, slots % BLOCK_SIZE
         kv_cache[block, offset, 0] = c_kv
         kr_cache[block, offset, 0] = k_pe

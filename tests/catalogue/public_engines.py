@@ -148,9 +148,7 @@ class OneColumnLater(DlInfer):
 class JoinedForTwoCaches(Base):
     """A latent row is made, and split again before it is written, by block and place."""
 
-    def write(
-        self, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor
-    ) -> None:
+    def write(self, kv_cache, kr_cache, slots, c_kv, k_pe) -> None:
         row = torch.cat([c_kv.unsqueeze(1), k_pe.unsqueeze(1)], -1)
         block, place = slots // 16, slots % 16
         kv_cache[block, place], kr_cache[block, place] = row.split([HCKV, DR], -1)
@@ -160,9 +158,7 @@ class JoinedForTwoCaches(Base):
 class JoinedTheOtherWay(JoinedForTwoCaches):
     """Cut at the same place, but the key stands first."""
 
-    def write(
-        self, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor
-    ) -> None:
+    def write(self, kv_cache, kr_cache, slots, c_kv, k_pe) -> None:
         row = torch.cat([k_pe, c_kv], -1)
         kv_cache.view(-1, HCKV)[slots], kr_cache.view(-1, DR)[slots] = row.split([HCKV, DR], -1)
 

@@ -378,9 +378,7 @@ class PaddedBatch(Parts):
 class PaddedRowsNotWritten(PaddedBatch):
     """The rows of the padding are not written."""
 
-    def write(
-        self, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor
-    ) -> None:
+    def write(self, kv_cache, kr_cache, slots, c_kv, k_pe) -> None:
         super().write(kv_cache, kr_cache, slots[: self.real], c_kv[: self.real], k_pe[: self.real])
 
 

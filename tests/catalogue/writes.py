@@ -32,9 +32,7 @@ from .prologues import PagedRotateHalf
 class CombinedCache(Base):
     """vLLM: one row [c_kv | k_pe], whose parts are written to two caches."""
 
-    def write(
-        self, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor
-    ) -> None:
+    def write(self, kv_cache, kr_cache, slots, c_kv, k_pe) -> None:
         rows = torch.cat([c_kv, k_pe], -1)
         kv_cache.view(-1, HCKV)[slots] = rows[:, :HCKV]
         kr_cache.view(-1, DR)[slots] = rows[:, HCKV:]
@@ -42,27 +40,21 @@ class CombinedCache(Base):
 
 @entry(IN_PLACE, source=OURS, tags="cache, device, symbolic")
 class ScatterRows(Base):
-    def write(
-        self, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor
-    ) -> None:
+    def write(self, kv_cache, kr_cache, slots, c_kv, k_pe) -> None:
         kv_cache.view(-1, HCKV).scatter_(0, slots.unsqueeze(1).expand(-1, HCKV), c_kv)
         kr_cache.view(-1, DR).scatter_(0, slots.unsqueeze(1).expand(-1, DR), k_pe)
 
 
 @entry(IN_PLACE, source=OURS, tags="cache, operators, device")
 class ScatterNd(Base):
-    def write(
-        self, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor
-    ) -> None:
+    def write(self, kv_cache, kr_cache, slots, c_kv, k_pe) -> None:
         npu.npu_scatter_nd_update_(kv_cache.view(-1, HCKV), slots.view(-1, 1), c_kv)
         npu.npu_scatter_nd_update_(kr_cache.view(-1, DR), slots.view(-1, 1), k_pe)
 
 
 @entry(STAGED, source=OURS, tags="cache, device")
 class MaskedWrite(Base):
-    def write(
-        self, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor
-    ) -> None:
+    def write(self, kv_cache, kr_cache, slots, c_kv, k_pe) -> None:
         kv_cache.view(-1, HCKV).index_add_(0, slots, c_kv)
         kr_cache.view(-1, DR).index_add_(0, slots, k_pe)
 
@@ -77,9 +69,7 @@ class Int32Slots(Base):
 class ReadsOldCache(Base):
     """Something reads the cache as it was before the write."""
 
-    def write(
-        self, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor
-    ) -> None:
+    def write(self, kv_cache, kr_cache, slots, c_kv, k_pe) -> None:
         self.old = kv_cache.view(-1, HCKV)[slots].sum()
         super().write(kv_cache, kr_cache, slots, c_kv, k_pe)
 
@@ -94,9 +84,7 @@ class NewRowsRead(Base):
     def extra(self, c_q_raw: Tensor, c_q: Tensor, k_pe: Tensor) -> Tensor:
         return self.new_rows.sum(-1)
 
-    def write(
-        self, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor
-    ) -> None:
+    def write(self, kv_cache, kr_cache, slots, c_kv, k_pe) -> None:
         self.new_rows = c_kv
         super().write(kv_cache, kr_cache, slots, c_kv, k_pe)
 
@@ -115,9 +103,7 @@ class SlotsFromQuery(Base):
 class SlotsInTwoWays(Base):
     """One cache is written by slot, the other by (block, offset)."""
 
-    def write(
-        self, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor
-    ) -> None:
+    def write(self, kv_cache, kr_cache, slots, c_kv, k_pe) -> None:
         kv_cache.view(-1, HCKV).index_put_((slots.view(-1),), c_kv)
         kr_cache.squeeze(2).index_put_((slots // BLOCK_SIZE, slots % BLOCK_SIZE), k_pe)
 
@@ -128,9 +114,7 @@ class SlotsInBlocksOfAView(Base):
     one without.
     """
 
-    def write(
-        self, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor
-    ) -> None:
+    def write(self, kv_cache, kr_cache, slots, c_kv, k_pe) -> None:
         kv_cache.view(-1, 8, HCKV).index_put_((slots // 8, slots % 8), c_kv)
         kr_cache.view(-1, DR).index_put_((slots,), k_pe)
 
@@ -139,9 +123,7 @@ class SlotsInBlocksOfAView(Base):
 class SlotsInBlocksOfTheCache(Base):
     """The blocks' size is the cache's own, a number that may be symbolic."""
 
-    def write(
-        self, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor
-    ) -> None:
+    def write(self, kv_cache, kr_cache, slots, c_kv, k_pe) -> None:
         size = kv_cache.shape[1]
         block = torch.div(slots, size, rounding_mode="floor")
         kv_cache.squeeze(2).index_put_((block, slots - block * size), c_kv)
@@ -156,9 +138,7 @@ class BothByOneOperator(Base):
 
     mode = "Norm"
 
-    def write(
-        self, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor
-    ) -> None:
+    def write(self, kv_cache, kr_cache, slots, c_kv, k_pe) -> None:
         rows = c_kv.unsqueeze(1), k_pe.unsqueeze(1)
         torch.ops.npu.npu_scatter_pa_kv_cache(
             *rows, kv_cache, kr_cache, slots, cache_mode=self.mode
@@ -264,9 +244,7 @@ def heads_first_args() -> tuple[Tensor, ...]:
 class BlocksOfOneHead(Base):
     """Caches [BlockNum, 1, BlockSize, ..]."""
 
-    def write(
-        self, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor
-    ) -> None:
+    def write(self, kv_cache, kr_cache, slots, c_kv, k_pe) -> None:
         block, place = slots // BLOCK_SIZE, slots % BLOCK_SIZE
         kv_cache[block, 0, place] = c_kv
         kr_cache[block, 0, place] = k_pe
@@ -356,9 +334,7 @@ class CopiedBack(StaticCache):
 
 @entry(IN_PLACE, source=OURS, tags="cache", args=partial(paged_args, 1))
 class OneTokenAtALiteral(Base):
-    def write(
-        self, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor
-    ) -> None:
+    def write(self, kv_cache, kr_cache, slots, c_kv, k_pe) -> None:
         kv_cache.view(-1, HCKV)[3:4] = c_kv
         kr_cache.view(-1, DR)[3:4] = k_pe
 
@@ -372,9 +348,7 @@ def blocks_and_places() -> tuple[Tensor, ...]:
 class BlocksAndPlacesOfOneInput(Base):
     """Numbers of blocks and places in them are columns of one input."""
 
-    def write(
-        self, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor
-    ) -> None:
+    def write(self, kv_cache, kr_cache, slots, c_kv, k_pe) -> None:
         kv_cache[slots[:, 0], slots[:, 1], 0] = c_kv
         kr_cache[slots[:, 0], slots[:, 1], 0] = k_pe
 
@@ -489,9 +463,7 @@ def pool_of_two() -> tuple[Tensor, ...]:
 class AssignedToALayer(Base):
     """Rows of one layer of a pool are assigned by a slice, rows of the other by number."""
 
-    def write(
-        self, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor
-    ) -> None:
+    def write(self, kv_cache, kr_cache, slots, c_kv, k_pe) -> None:
         from_three(kv_cache, c_kv)
         from_three(kr_cache, k_pe)
 
@@ -544,9 +516,7 @@ def slots_bounded_by_maximum(self: Base, slots: Tensor, query: Tensor) -> Tensor
 class EverySecondRow(Base):
     """Rows between them belong to somebody else; no slots are given."""
 
-    def write(
-        self, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor
-    ) -> None:
+    def write(self, kv_cache, kr_cache, slots, c_kv, k_pe) -> None:
         end = 2 * c_kv.shape[0]
         flat(kv_cache)[0:end:2] = c_kv
         flat(kr_cache)[0:end:2] = k_pe

@@ -86,9 +86,7 @@ def test_an_int8_cast_that_nothing_clamps() -> None:
 class TwoWidths(Base):
     """One cache is written by int64 slots, the other by the same in int32."""
 
-    def write(
-        self, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor
-    ) -> None:
+    def write(self, kv_cache, kr_cache, slots, c_kv, k_pe) -> None:
         kv_cache.view(-1, base.HCKV)[slots] = c_kv
         kr_cache.view(-1, base.DR)[slots.int()] = k_pe
 

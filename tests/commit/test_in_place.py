@@ -177,9 +177,7 @@ class Buffered(base.Base):
         query = super().absorb(q_nope)
         return query.mul_(0.125) if self.step == "scaled" else query
 
-    def write(
-        self, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor
-    ) -> None:
+    def write(self, kv_cache, kr_cache, slots, c_kv, k_pe) -> None:
         if self.step == "cleared":
             kv_cache.zero_()
         if self.step == "rows":

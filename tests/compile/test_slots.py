@@ -127,9 +127,7 @@ class InBlocks(base.Base):
             torch._check(args[3].shape[axis] == args[4].shape[axis])
         return super().forward(*args[:5], args[5:])  # type: ignore[arg-type]
 
-    def write(
-        self, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor
-    ) -> None:
+    def write(self, kv_cache, kr_cache, slots, c_kv, k_pe) -> None:
         kv_cache[slots[0], slots[1], 0] = c_kv
         kr_cache[slots[0], slots[1], 0] = k_pe
 

@@ -23,9 +23,7 @@ class FromStart(Base):
         super().__init__()
         self.part = part
 
-    def write(
-        self, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor
-    ) -> None:
+    def write(self, kv_cache, kr_cache, slots, c_kv, k_pe) -> None:
         for cache, rows in ((kv_cache, c_kv), (kr_cache, k_pe)):
             part = self.part(cache, self.start)
             part[:] = rows.view(part.shape)

@@ -138,9 +138,7 @@ class Windows(Base):
         results = super().forward(*args)
         return *results, *(window.float().mean(0) for window in self.windows)
 
-    def write(
-        self, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor
-    ) -> None:
+    def write(self, kv_cache, kr_cache, slots, c_kv, k_pe) -> None:
         self.windows = []
         for cache, new in ((kv_cache, c_kv), (kr_cache, k_pe)):
             flat, end = cache.view(-1, new.shape[-1]), 5 + new.shape[0]

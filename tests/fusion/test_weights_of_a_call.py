@@ -63,6 +63,28 @@ def test_a_weight_times_one_number() -> None:
         assert [item.placement for item in mf.reports()[-1].fused] == ["in place"]
 
 
+class PickedByANumber(Base):
+    def forward(self, *given) -> tuple[Tensor, Tensor]:
+        *args, self.number = given
+        return super().forward(*args)
+
+    def down(self, x: Tensor) -> Tensor:
+        weight = self.q_a_proj.weight
+        return F.linear(x, torch.stack((weight, weight.flip(0)))[self.number])
+
+
+def test_a_weight_is_picked_by_an_int_of_the_call() -> None:
+    torch._dynamo.reset()
+    model = PickedByANumber()
+    run = torch.compile(model, backend=mf.backend())
+    for number in (0, 1, 0):  # from the second number on it is symbolic
+        args = paged_args()
+        with torch.no_grad():
+            results = [flat(function(*clones(args), number))[0] for function in (model, run)]
+        assert distance(*results) < 0.02
+        assert len(mf.reports()[-1].fused) == 1
+
+
 def test_a_weight_that_changes_is_named() -> None:
     graph = traced_graph(Made(lambda weight, times, x: weight * x[0, 0]), *paged_args())
     assert refused(graph).code == "linear.hidden"

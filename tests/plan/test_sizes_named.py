@@ -30,9 +30,7 @@ def put(cache: Tensor, rows: Tensor, slots: Tensor) -> Tensor:
 
 
 class ByLibrary(Base):
-    def write(
-        self, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor
-    ) -> None:
+    def write(self, kv_cache, kr_cache, slots, c_kv, k_pe) -> None:
         kv_cache.copy_(with_rows(kv_cache, c_kv, slots))
         kr_cache.copy_(with_rows(kr_cache, k_pe, slots))
 

@@ -35,9 +35,7 @@ class ByBlockAndPlace(Base):
         self.write(kv_cache, kr_cache, slots, c_kv, self.rotate(k_pe[:, None], c, s)[:, 0])
         return self.absorb(q_nope), self.rotate(q_pe, c, s)
 
-    def write(
-        self, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor
-    ) -> None:
+    def write(self, kv_cache, kr_cache, slots, c_kv, k_pe) -> None:
         kv_cache[slots // 16, slots % 16] = c_kv[:, None]
         kr_cache[slots // 16, slots % 16] = k_pe[:, None]
 

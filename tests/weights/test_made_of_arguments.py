@@ -30,9 +30,7 @@ class Scale(PlainCache):
         del self.given
         return scores
 
-    def write(
-        self, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor
-    ) -> None:
+    def write(self, kv_cache, kr_cache, slots, c_kv, k_pe) -> None:
         kv_cache.view(-1, HCKV)[slots] = self.quantise(c_kv, self.given)
         kr_cache.view(-1, DR)[slots] = self.quantise(k_pe, self.given)
 

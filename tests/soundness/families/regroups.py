@@ -98,9 +98,7 @@ class _Rows(int8_caches.PlainCache):
 
     steps: dict[str, Step] = {}  # noqa: RUF012
 
-    def write(
-        self, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor
-    ) -> None:
+    def write(self, kv_cache, kr_cache, slots, c_kv, k_pe) -> None:
         super().write(kv_cache, kr_cache, slots, *self.stepped(c_kv, k_pe))
 
     def stepped(self, c_kv: Tensor, k_pe: Tensor) -> tuple[Tensor, Tensor]:
@@ -116,9 +114,7 @@ class _Packed(int8_caches.PackedRows):
     steps: dict[str, Step] = {}  # noqa: RUF012
     stepped = _Rows.stepped
 
-    def write(
-        self, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor
-    ) -> None:
+    def write(self, kv_cache, kr_cache, slots, c_kv, k_pe) -> None:
         super().write(kv_cache, kr_cache, slots, *self.stepped(c_kv, k_pe))
 
 
