@@ -149,6 +149,7 @@ OTHER_CODES = {
     "128 steps": "proof.differs",
     "in groups": "proof.differs",
     "a fixed step": "quant.static",
+    "guarded always": "quant.static",
     "rows padded": "tokens.cut",
 }
 OF_SCALES = ("of the next row", "of another tensor", "in float8", "token scale twice")
