@@ -28,14 +28,11 @@ from mla_fusion.fx.module_path import label
 from mla_fusion.fx.sizes import has_symbols, is_size, is_symbolic, same, same_shape
 from mla_fusion.fx.vector_numbers import Exact
 from mla_fusion.fx.walk import nodes_between
-from mla_fusion.graph.form import Value
 from mla_fusion.graph.lower import Lowering
 from mla_fusion.graph.pools import part_of
 from mla_fusion.machine import for_ge
 from mla_fusion.pipeline import run
-from mla_fusion.plan.caches import InPlace
 from mla_fusion.plan.outputs import source_nodes
-from mla_fusion.plan.plan import Plan
 from mla_fusion.plan.slots import block_size_of, places_in_blocks
 from mla_fusion.report import store
 from mla_fusion.report.report import Report
@@ -129,13 +126,14 @@ class BoundaryBuilder(GraphBuilder):
         self._weight_names.setdefault(weight, name)
         return weight
 
-    def check_slots(self, plan: Plan) -> None:
-        """Notes the slots of a call for the wrapper, under ``Config(slots="checked")``."""
+    def check_slots(self, plan: Any) -> None:
+        """Notes the slots of a call for the wrapper, under ``Config(slots="checked")``.
+
+        plan  a plan in place
+        """
         if self._config.slots != "checked":
             return
-        graph, in_place = plan.graph, plan.caches
-        assert isinstance(in_place, InPlace)
-        slots = in_place.slots
+        graph, slots = plan.graph, plan.caches.slots
 
         def row_numbers(builder: Builder) -> Any:
             return builder.cast(Lowering(builder, graph).of(slots), torch.int64)
@@ -146,8 +144,8 @@ class BoundaryBuilder(GraphBuilder):
         )
         try:
             places = tuple(
-                (label(node), self._position[node], self._block_size(plan, slots))
-                for leaf in places_in_blocks(in_place.trusted_inputs)
+                (label(node), self._position[node], self._block_size(plan))
+                for leaf in places_in_blocks(plan.caches.trusted_inputs)
                 for node in graph.nodes[leaf][:1]
             )
             program, positions, _ = self._program(row_numbers, source_nodes(graph, [slots]))
@@ -163,13 +161,13 @@ class BoundaryBuilder(GraphBuilder):
         key = cache.describe(program) if program is not None else "", positions, caches
         self.slot_checks.setdefault(key, SlotCheck(program, positions, caches, skips, places))
 
-    def _block_size(self, plan: Plan, slots: Value) -> int | tuple[int, int]:
+    def _block_size(self, plan: Any) -> int | tuple[int, int]:
         """Returns the size of the blocks of which slots are composed; if it is symbolic, the
         argument that tells it and the axis. Raises LookupError.
         """
-        size = plan.graph.unbound(block_size_of(slots))
+        size = plan.graph.unbound(block_size_of(plan.caches.slots))
         if not is_symbolic(size):
-            return size
+            return int(size)
         for _, node, _ in plan.written_caches:
             for axis, own_size in enumerate(shape_of(node)):
                 if node in self._position and same(own_size, size):

@@ -246,7 +246,10 @@ def _describe_factor(factor: Value | None) -> str:
     if factor is None:
         return "1"
     number = filled_with(factor)
-    return "a number for each token" if number is None else f"{float(number.literal[1]):g}"
+    if number is not None:
+        return f"{float(number.literal[1]):g}"
+    is_scalar = not strip(factor, *MOVES).shape
+    return "a number of the call" if is_scalar else "a number for each token"
 
 
 def _reorder_columns(form: Form, rows: Value, places: list[int]) -> Value:

@@ -150,8 +150,9 @@ CODES: dict[str, tuple[str, str]] = {
     "scale.unequal": (
         "q_nope, q_pe or k_pe are scaled by different factors, which no attribute of the kernel "
         "expresses.",
-        "Scale the whole query by one number, or q_nope and the rotated q_pe by one for each "
-        "token; fold factors of heads or columns into the weight, others into the softmax scale.",
+        "Scale the whole query by one number that the model states (not a tensor or an argument), "
+        "or q_nope and the rotated q_pe by one for each token; fold factors of heads or columns "
+        "into the weight, others into the softmax scale.",
     ),
     "reader.latent": (
         "Something else reads a value that the kernel does not return (raw c_q, unrotated q_pe or"

@@ -20,6 +20,7 @@ from mla_fusion.models.hf.examine import examine, is_attention
 from mla_fusion.models.hf.generation import use_paged_cache
 from mla_fusion.models.hf.latent_attention import BLOCK_SIZE
 from mla_fusion.models.hf.latent_forward import latent_forward
+from mla_fusion.models.hf.paged_layer import PageTable
 from mla_fusion.models.hf.summary import Converted, Skipped, Summary
 from mla_fusion.models.refusal import OptimizeError
 
@@ -41,6 +42,7 @@ def optimize(model: nn.Module, *, cache: bool = True, block_size: int = BLOCK_SI
     earlier: Summary | None = getattr(model, "_mla_fusion_summary", None)
     if earlier is not None:
         return earlier
+    PageTable(block_size, None)  # a wrong size is refused before anything is converted
     converted, skipped, forwards = [], [], list[tuple[Any, Callable[..., Any]]]()
     answers: dict[object, Callable[[], tuple[str, str]]] = {}
     for name, module in model.named_modules():
