@@ -250,6 +250,13 @@ def test_roles_are_told_apart_where_widths_coincide(changes: dict[str, Any]) -> 
     )
 
 
+def test_a_wrong_block_size_leaves_the_model_as_it_was() -> None:
+    model = build("deepseek_v3")
+    with pytest.raises(ValueError, match="block_size must be a multiple of 16"):
+        hf.optimize(model, block_size=7)
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
 def test_revert_restores_everything() -> None:
     model, inputs = build("longcat_flash"), prompt()
     with torch.no_grad():
