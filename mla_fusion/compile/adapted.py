@@ -59,14 +59,19 @@ class SlotCheck:
             slots = slots.reshape(-1).cpu()
         for name, position, origin in self.places:
             size = origin if isinstance(origin, int) else args[origin[0]].shape[origin[1]]
-            for place in args[position].flatten().tolist():
-                if not 0 <= place < size:
-                    raise SlotError(f"{name} holds place {place}, outside a block of {size} rows")
+            numbers = args[position]
+            for place in numbers[_are_outside(numbers, size)].tolist():
+                raise SlotError(f"{name} holds place {place}, outside a block of {size} rows")
         tokens = torch.arange(len(slots), device=slots.device)
         if self.skips:
             tokens = tokens[slots >= 0]
         for name, cache, width in self.caches:
             _check_slots(slots[tokens], tokens, name, cache(args).numel() // width)
+
+
+def _are_outside(numbers: Tensor, count: int) -> Tensor:
+    """Returns, for each number, True if it is not from 0 to ``count`` - 1."""
+    return (numbers < 0) | (numbers >= count)
 
 
 def _check_slots(slots: Tensor, tokens: Tensor, name: str, rows: int) -> None:
@@ -75,7 +80,7 @@ def _check_slots(slots: Tensor, tokens: Tensor, name: str, rows: int) -> None:
     tokens  the number of the token of each slot
     rows    how many rows the cache has
     """
-    outside = ((slots < 0) | (slots >= rows)).nonzero()
+    outside = _are_outside(slots, rows).nonzero()
     if len(outside):
         place = int(outside[0])
         raise SlotError(

@@ -897,8 +897,6 @@ def broadcast(shapes: Iterable[Shape]) -> Shape:
 @lru_cache(maxsize=4096)
 def _broadcast(shapes: frozenset[Shape]) -> Shape:
     """The broadcast shape of distinct shapes."""
-    if len(shapes) == 1:
-        return next(iter(shapes))
     sizes: list[int] = []
     for shape in sorted(shapes, key=len, reverse=True):
         sizes = sizes or [1] * len(shape)

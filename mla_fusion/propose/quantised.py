@@ -104,8 +104,11 @@ def has_fixed_step(rows: Value) -> bool:
         return "npu_quantize" in inner.literal[0]
     if inner.op != "function" or inner.literal[0] not in BYTES:
         return False
-    factors = (factor for factor in inner.sources[0].sources if factor.active)
-    return all(factor.op not in ("function", "opaque") for factor in factors)
+    return all(
+        factor.op not in ("function", "opaque")
+        for factor in inner.sources[0].sources
+        if factor.active
+    )
 
 
 def _unquantised_blocks(form: Form, rows: Value, inner: Value) -> Value | None:

@@ -266,14 +266,12 @@ class Site:
             return False
         if prod(value.shape) > _LARGE * max(1, self.tokens):
             return False
-        # a product with cached rows is attention, a sum with another activation the residual
-        others = (source for source in value.sources if source not in seen)
-        if value.op == "dot":
-            return not any(source.active for source in others)
-        size = prod(value.shape)
-        return value.op != "sum" or all(
-            source.model or (not source.active and prod(source.shape) < size) for source in others
-        )
+        others = [source for source in value.sources if source not in seen and not source.model]
+        if value.op == "sum":  # with another activation, or an input as large: the residual
+            size = prod(value.shape)
+            return not any(source.active or prod(source.shape) == size for source in others)
+        # a product with cached rows is attention
+        return value.op != "dot" or not any(source.active for source in others)
 
     @cached_property
     def writes(self) -> list[Value]:
