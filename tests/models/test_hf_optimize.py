@@ -254,6 +254,8 @@ def test_a_wrong_block_size_leaves_the_model_as_it_was() -> None:
     model = build("deepseek_v3")
     with pytest.raises(ValueError, match="block_size must be a multiple of 16"):
         hf.optimize(model, block_size=7)
+    with pytest.raises(TypeError, match="expected a model of transformers, got int"):
+        hf.optimize(3)
     assert not any("forward" in vars(module) for module in model.modules())
 
 

@@ -200,8 +200,8 @@ def test_a_full_cache_says_so() -> None:
     pair.check()
 
 
-@pytest.mark.parametrize("size", [0, 8, 24, 2048])
-def test_block_sizes_of_the_kernel(size: int) -> None:
+@pytest.mark.parametrize("size", [0, 8, 24, 2048, "128"])
+def test_block_sizes_of_the_kernel(size: Any) -> None:
     with pytest.raises(ValueError, match="multiple of 16"):
         hf.MlaPagedCache(config(), block_size=size)
 
@@ -220,5 +220,8 @@ def test_what_is_no_latent_is_refused() -> None:
     if not positive_crops():
         with pytest.raises(ValueError, match="negative"):
             cache.crop(3)
-    with pytest.raises(ValueError, match="positive"):
-        hf.MlaPagedCache(config(), max_cache_len=0)
+    for size in (0, 1.5):
+        with pytest.raises(ValueError, match="max_cache_len must be a positive integer"):
+            hf.MlaPagedCache(config(), max_cache_len=size)
+    with pytest.raises(hf.OptimizeError, match="int has no kv_lora_rank"):
+        hf.MlaPagedCache(3)

@@ -37,11 +37,14 @@ def optimize(model: nn.Module, *, cache: bool = True, block_size: int = BLOCK_SI
     block_size  tokens a page of that cache, a multiple of 16 up to 1024
 
     Attentions without an absorbed form are left alone; the summary has a code and a reason for
-    each. A second call returns the summary of the first call. ``revert`` undoes all of it.
+    each. A second call returns the summary of the first call. ``revert`` undoes all of it. Raises
+    TypeError for what is no module, ValueError for another block size.
     """
     earlier: Summary | None = getattr(model, "_mla_fusion_summary", None)
     if earlier is not None:
         return earlier
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"expected a model of transformers, got {type(model).__name__}")
     PageTable(block_size, None)  # a wrong size is refused before anything is converted
     converted, skipped, forwards = [], [], list[tuple[Any, Callable[..., Any]]]()
     answers: dict[object, Callable[[], tuple[str, str]]] = {}

@@ -61,7 +61,7 @@ class MlaPagedCache(Cache):
     ) -> None:
         summary = getattr(config, "_mla_fusion_summary", None)
         config = getattr(config, "config", config)
-        text = config.get_text_config(decoder=True)
+        text = getattr(config, "get_text_config", lambda decoder: config)(decoder=True)
         if getattr(text, "kv_lora_rank", None) is None:
             raise OptimizeError(
                 "cache.kind", f"{type(text).__name__} has no kv_lora_rank: no latents to cache"

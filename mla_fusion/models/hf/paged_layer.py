@@ -25,12 +25,12 @@ class PageTable:
     """
 
     def __init__(self, block_size: int, max_len: int | None) -> None:
-        if block_size < 16 or block_size > 1024 or block_size % 16:
+        if block_size not in range(16, 1025, 16):
             raise ValueError(
-                f"block_size must be a multiple of 16 from 16 to 1024, got {block_size}"
+                f"block_size must be a multiple of 16 from 16 to 1024, got {block_size!r}"
             )
-        if max_len is not None and max_len < 1:
-            raise ValueError(f"max_cache_len must be positive, got {max_len}")
+        if max_len is not None and (not isinstance(max_len, int) or max_len < 1):
+            raise ValueError(f"max_cache_len must be a positive integer, got {max_len!r}")
         self.block_size = block_size
         self.max_len = max_len
         self.clear()
