@@ -28,9 +28,7 @@ def _(c: Call, x: Any, other: Any, alpha: Any = 1) -> Any:
     times = c.number_of(alpha)
     if times.roots or c.dtype == torch.bool:
         raise Departs
-    return c.sum(
-        [(Fraction(1), augend), (times.ratio if c.name == "add" else -times.ratio, addend)]
-    )
+    return c.sum([(1, augend), (times.ratio if c.name == "add" else -times.ratio, addend)])
 
 
 @operator("neg", "negative")
@@ -70,7 +68,7 @@ def _sum_of_signed_products(c: Call, products: Sequence[tuple[Value, Value, int]
     inner = Call(c.form, "mul", c.shape, torch.float32)
     return inner.sum(
         [
-            (Fraction(sign), inner.product([(factor, 1), (other_factor, 1)]))
+            (sign, inner.product([(factor, 1), (other_factor, 1)]))
             for factor, other_factor, sign in products
         ]
     )
@@ -112,7 +110,7 @@ def remainder(c: Call, x: Any, other: Any) -> Value:
         raise Departs
     rounded_quotient = quotient(c, value, divisor, "trunc" if c.name == "fmod" else "floor")
     product = c.product([(divisor, 1), (rounded_quotient, 1)])
-    return c.sum([(Fraction(1), value), (Fraction(-1), product)])
+    return c.sum([(1, value), (-1, product)])
 
 
 @operator("bitwise_right_shift", "__rshift__")
@@ -146,7 +144,7 @@ def _(c: Call, x: Any, other: Any) -> Value:
         limits, times = bounds.of(low), c.form.split(high)[0].ratio
         is_power_of_two = times > 0 and number(times).is_power_of_two
         if limits is not None and is_power_of_two and 0 <= limits[0] <= limits[1] < times:
-            return c.sum([(Fraction(1), high), (Fraction(1), low)])
+            return c.sum([(1, high), (1, low)])
     raise Departs
 
 
@@ -247,7 +245,7 @@ def _(
     size = prod(x.shape[axis] for axis in axes)
     form = c.form
     mean = form.mean(x, axes)
-    centred = form.total([(Fraction(1), x), (Fraction(-1), mean)])
+    centred = form.total([(1, x), (-1, mean)])
     variance = form.times_count(
         form.reduce(form.power(centred, 2), axes, keepdim), size, -1, int(offset)
     )
@@ -299,13 +297,13 @@ def _(c: Call, x: Value, mat2: Any = None, **operands: Any) -> Value:
 def _(c: Call, x: Value, beta: Any = 1, alpha: Any = 1, **operands: Any) -> Value:
     left, right = operands.values()
     product = c.product([(matrix_product(c, left, right), 1)], c.number_of(alpha))
-    return c.sum([(Fraction(1), product), (Fraction(1), c.product([(x, 1)], c.number_of(beta)))])
+    return c.sum([(1, product), (1, c.product([(x, 1)], c.number_of(beta)))])
 
 
 @operator("linear", "npu::npu_linear")
 def _(c: Call, input: Value, weight: Value, bias: Any = None) -> Value:
     product = matrix_product(c, input, c.form.transposed(weight))
-    return product if bias is None else c.sum([(Fraction(1), product), (Fraction(1), bias)])
+    return product if bias is None else c.sum([(1, product), (1, bias)])
 
 
 @operator("npu::npu_transpose_batchmatmul")

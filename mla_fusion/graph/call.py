@@ -147,7 +147,7 @@ class Call:
                         else form.function("number", name, dtype=torch.int64)
                     )
                     factors.append((symbol, int(power)))
-            terms.append((Fraction(int(times)), form.product(factors, dtype=torch.int64)))
+            terms.append((int(times), form.product(factors, dtype=torch.int64)))
         return form.total(terms, dtype=torch.int64)
 
     def _dtype_of(self, operand: float) -> torch.dtype:
@@ -186,7 +186,7 @@ class Call:
             shape = broadcast(value.shape for _, value in terms)
             return form.expand(form.scaled(form.cast(value, dtype), number(times)), shape)
         nonzero.sort(key=lambda term: (term[1].serial, term[0]))
-        literals = tuple(times for times, _ in nonzero), Fraction(constant)
+        literals = tuple(Fraction(times) for times, _ in nonzero), Fraction(constant)
         values = [value for _, value in nonzero]
         total = form.function("sum", literals, *values, dtype=dtype)
         return form.expand(total, broadcast(value.shape for _, value in terms))

@@ -127,7 +127,7 @@ class Value:
         return self.dtype.is_floating_point
 
 
-Term = tuple[Fraction, Value]
+Term = tuple[Exponent, Value]
 Factor = tuple[Value, Exponent]
 
 
@@ -234,7 +234,7 @@ class Form:
         """The sum of coefficients times Values, plus a constant; operands are broadcast."""
         terms, constant = list(terms), _fraction(constant)
         shape = broadcast(value.shape for _, value in terms)
-        coefficient_of: dict[Value, Fraction] = {}
+        coefficient_of: dict[Value, Exponent] = {}
         for coefficient, value in terms:
             factor, unscaled = self.split(value)
             if unscaled is not value and not factor.roots:
@@ -250,7 +250,8 @@ class Form:
             else:
                 _add_number(coefficient_of, value, coefficient)
         items = sorted(
-            ((v, c) for v, c in coefficient_of.items() if c), key=lambda item: item[0].serial
+            ((v, _fraction(c)) for v, c in coefficient_of.items() if c),
+            key=lambda item: item[0].serial,
         )
         if not items:
             return self.filled(constant, shape, dtype)
@@ -260,7 +261,7 @@ class Form:
         values = [value for value, _ in items]
         common = items[0][1]
         if not constant and common != 1 and all(coefficient == common for _, coefficient in items):
-            unscaled_sum = self.total([(Fraction(1), value) for value in values], 0, dtype)
+            unscaled_sum = self.total([(1, value) for value in values], 0, dtype)
             return self.expand(self.scaled(unscaled_sum, number(common)), shape)
         literal = tuple(coefficient for _, coefficient in items), constant
         own_shape = broadcast(value.shape for value in values)
@@ -339,7 +340,7 @@ class Form:
 
     def plus(self, *values: Value) -> Value:
         """The sum of the Values."""
-        return self.total([(Fraction(1), value) for value in values])
+        return self.total([(1, value) for value in values])
 
     def split(self, value: Value) -> tuple[Number, Value]:
         """Returns the number in front of a Value, and the Value without it."""
@@ -483,7 +484,7 @@ class Form:
         if not is_open(size):
             return self.scaled(value, number(Fraction(size - less) ** power))
         count = self.leaf(f"size {size}", (), torch.int64, False)
-        count = self.total([(Fraction(1), count)], -less) if less else count
+        count = self.total([(1, count)], -less) if less else count
         return self.product([(value, 1), (count, power)], ONE, value.dtype)
 
     def dot(self, left: Value, right: Value) -> Value:

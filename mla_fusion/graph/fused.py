@@ -23,7 +23,7 @@ def rms_norm(
     """RMSNorm over the last ``rank`` axes: the normed rows, and the factor 1 / rms of each row."""
     axes = range(len(x.shape) - rank, len(x.shape))
     squares = form.mean(form.power(x, 2), list(axes))
-    step = form.power(form.total([(Fraction(1), squares)], epsilon), Fraction(-1, 2))
+    step = form.power(form.total([(1, squares)], epsilon), Fraction(-1, 2))
     factors = [(x, 1), (step, 1)]
     if gamma is not None:
         factors.append((form.bare(gamma), 1))

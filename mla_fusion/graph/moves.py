@@ -7,7 +7,6 @@ returns the Value of the result. A write returns the whole tensor after the writ
 from __future__ import annotations
 
 from collections.abc import Sequence
-from fractions import Fraction
 from math import prod
 from typing import Any
 
@@ -172,7 +171,7 @@ def _(
     if first.is_float or stride.is_float:
         raise Departs
     positions = inner.product([(c.form.count(*c.shape), 1), (stride, 1)])
-    return c.form.cast(inner.sum([(Fraction(1), positions), (Fraction(1), first)]), c.dtype)
+    return c.form.cast(inner.sum([(1, positions), (1, first)]), c.dtype)
 
 
 @operator("roll")
@@ -297,7 +296,7 @@ def _gather_in_rows(c: Call, x: Value, index: Value) -> Value:
     rows, size = x.shape
     inner = Call(c.form, "gather", index.shape, torch.int64)
     places = c.form.reshape(c.form.count(rows), (rows, 1))
-    flat = inner.sum([(Fraction(size), places), (Fraction(1), c.form.cast(index, torch.int64))])
+    flat = inner.sum([(size, places), (1, c.form.cast(index, torch.int64))])
     return c.form.gather(c.form.reshape(x, (rows * size,)), 0, flat)
 
 
@@ -329,7 +328,7 @@ def flat_index(
         assert index is not None
         if index.dtype == torch.bool:
             raise Departs
-        terms.append((Fraction(prod(remaining_sizes)), row_numbers(c, index, size)))
+        terms.append((prod(remaining_sizes), row_numbers(c, index, size)))
     if len(terms) == 1:
         return axes[0], terms[0][1], 1
     wide_terms = [(times, c.form.cast(value, torch.int64)) for times, value in terms]
@@ -357,7 +356,7 @@ def write_rows(c: Call, base: Value, axis: int, count: int, index: Value, rows: 
         inner = Call(form, "write", (entries, total), torch.int64)
         first = form.reshape(form.count(entries), (entries, 1))
         index_row = form.reshape(form.cast(flat, torch.int64), (1, total))
-        numbers = inner.sum([(Fraction(size), first), (Fraction(1), index_row)])
+        numbers = inner.sum([(size, first), (1, index_row)])
         flat = form.reshape(form.expand(numbers, (entries, total)), (entries * total,))
     result = form.write(
         form.reshape(base, (entries * size, width)),
@@ -456,7 +455,7 @@ def _write_run(c: Call, x: Value, src: Value, dim: int, first: int, step: int = 
     """Writes rows at the numbers ``first``, ``first + step``, .. and returns all of ``x``."""
     count = src.shape[dim]
     inner = Call(c.form, "places", (count,), torch.int64)
-    terms = [(Fraction(step), c.form.count(count)), (Fraction(1), inner.value(first))]
+    terms = [(step, c.form.count(count)), (1, inner.value(first))]
     return write_rows(c, x, dim, 1, inner.sum(terms), src)
 
 
