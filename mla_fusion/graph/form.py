@@ -34,6 +34,7 @@ Exceptions are moves, negation and products with powers of two.
 from __future__ import annotations
 
 from bisect import bisect
+from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from fractions import Fraction
 from functools import lru_cache
@@ -232,9 +233,9 @@ class Form:
         self, terms: Iterable[Term], constant: Exponent = 0, dtype: torch.dtype = REAL
     ) -> Value:
         """The sum of coefficients times Values, plus a constant; operands are broadcast."""
-        terms, constant = list(terms), _fraction(constant)
+        terms, constant = list(terms), Fraction(constant)
         shape = broadcast(value.shape for _, value in terms)
-        coefficient_of: dict[Value, Exponent] = {}
+        coefficient_of = defaultdict[Value, Exponent](int)
         for coefficient, value in terms:
             factor, unscaled = self.split(value)
             if unscaled is not value and not factor.roots:
@@ -246,13 +247,10 @@ class Form:
                 coefficients, offset = value.literal
                 constant += coefficient * offset
                 for inner_coefficient, source in zip(coefficients, value.sources, strict=True):
-                    _add_number(coefficient_of, source, coefficient * inner_coefficient)
+                    coefficient_of[source] += coefficient * inner_coefficient
             else:
-                _add_number(coefficient_of, value, coefficient)
-        items = sorted(
-            ((v, _fraction(c)) for v, c in coefficient_of.items() if c),
-            key=lambda item: item[0].serial,
-        )
+                coefficient_of[value] += coefficient
+        items = _by_serial(coefficient_of)
         if not items:
             return self.filled(constant, shape, dtype)
         if len(items) == 1 and not constant:
@@ -263,7 +261,7 @@ class Form:
         if not constant and common != 1 and all(coefficient == common for _, coefficient in items):
             unscaled_sum = self.total([(1, value) for value in values], 0, dtype)
             return self.expand(self.scaled(unscaled_sum, number(common)), shape)
-        literal = tuple(coefficient for _, coefficient in items), constant
+        literal = tuple(Fraction(coefficient) for _, coefficient in items), constant
         own_shape = broadcast(value.shape for value in values)
         return self.expand(self.make("sum", values, literal, own_shape, dtype), shape)
 
@@ -273,7 +271,7 @@ class Form:
         """The product of Values to exponents, times a number; operands are broadcast."""
         factors = list(factors)
         shape = broadcast(value.shape for value, _ in factors)
-        exponent_of: dict[Value, Exponent] = {}
+        exponent_of = defaultdict[Value, Exponent](int)
         stack = factors[::-1]
         while stack:
             value, exponent = stack.pop()
@@ -304,12 +302,10 @@ class Form:
                 power = Number(lead).power(exponent) if lead != 1 else None
                 if power is not None:
                     times, value = times * power, self.total([(1 / lead, value)])
-            _add_number(exponent_of, value, exponent)
+            exponent_of[value] += exponent
         if not times.ratio:
             return self.filled(0, shape, dtype)
-        items = sorted(
-            ((v, e) for v, e in exponent_of.items() if e), key=lambda item: item[0].serial
-        )
+        items = _by_serial(exponent_of)
         if len(items) == 1 and items[0][1] == 1 and times == ONE:
             return self.expand(items[0][0], shape)
         values = [value for value, _ in items]
@@ -880,14 +876,10 @@ class Form:
         return replacements[value]
 
 
-def _fraction(exponent: Exponent) -> Fraction:
-    return exponent if type(exponent) is Fraction else Fraction(exponent)
-
-
-def _add_number(numbers: dict[Value, Any], value: Value, number: Exponent) -> None:
-    """Adds a number to the entry of a Value."""
-    previous = numbers.get(value)
-    numbers[value] = number if previous is None else previous + number
+def _by_serial(number_of: dict[Value, Exponent]) -> list[Factor]:
+    """The Values whose number is not 0, with it, in the order in which they were made."""
+    entries = (entry for entry in number_of.items() if entry[1])
+    return sorted(entries, key=lambda entry: entry[0].serial)
 
 
 def broadcast(shapes: Iterable[Shape]) -> Shape:
