@@ -181,10 +181,7 @@ class Form:
 
     def _operation_number(self, *operation: object) -> int:
         """Returns one integer for each distinct operation."""
-        index = self._operations.get(operation)
-        if index is None:
-            index = self._operations[operation] = len(self._operations)
-        return index
+        return self._operations.setdefault(operation, len(self._operations))
 
     # -- where Values begin
 
@@ -318,9 +315,7 @@ class Form:
 
     def scaled(self, value: Value, times: Number) -> Value:
         """``times`` times the Value."""
-        if times is ONE or times == ONE:
-            return value
-        return self.product([(value, 1)], times, value.dtype)
+        return value if times == ONE else self.product([(value, 1)], times, value.dtype)
 
     def negated(self, value: Value) -> Value:
         """The Value times -1."""
@@ -867,12 +862,7 @@ class Form:
             if step.op == "leaf":
                 raise LookupError(step)
             sources = [replacements[source] for source in step.sources]
-            is_same = all(new is old for new, old in zip(sources, step.sources, strict=True))
-            replacements[step] = (
-                step
-                if is_same
-                else self.make(step.op, sources, step.literal, step.shape, step.dtype)
-            )
+            replacements[step] = self.make(step.op, sources, step.literal, step.shape, step.dtype)
         return replacements[value]
 
 
