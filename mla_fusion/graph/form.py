@@ -36,6 +36,7 @@ from __future__ import annotations
 from bisect import bisect
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
 from itertools import accumulate, groupby
@@ -75,6 +76,7 @@ class Array:
         return f"Array({tuple(self.tensor.shape)})"
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Value:
     """One operation on other Values.
 
@@ -89,19 +91,6 @@ class Value:
              the name of a leaf and the sources do not count
     serial   its place in the order in which the Form made its Values
     """
-
-    __slots__ = (
-        "active",
-        "dtype",
-        "kind",
-        "literal",
-        "model",
-        "op",
-        "serial",
-        "shape",
-        "sources",
-        "weight",
-    )
 
     op: str
     sources: tuple[Value, ...]
@@ -166,17 +155,19 @@ class Form:
         key = operation, *[source.serial for source in sources]
         value = self._values.get(key)
         if value is None:
-            value = self._values[key] = Value()
-            value.op, value.sources, value.literal = op, tuple(sources), literal
-            value.shape, value.dtype, value.serial = shape, dtype, len(self._values)
-            value.model = all(source.model for source in sources) if model is None else model
+            if model is None:
+                model = all(source.model for source in sources)
             is_leaf = op == "leaf"
-            value.weight = value.model and (is_leaf or any(source.weight for source in sources))
+            weight = model and (is_leaf or any(source.weight for source in sources))
             is_product = op == "dot" and sources[1].weight and not sources[0].model
-            value.active = is_product or any(source.active for source in sources)
+            active = is_product or any(source.active for source in sources)
             if is_leaf:
                 operation = self._operation_number(op, None, shape, dtype)
-            value.kind = 4 * operation + 2 * value.model + value.active
+            kind, serial = 4 * operation + 2 * model + active, len(self._values) + 1
+            value = Value(
+                op, tuple(sources), literal, shape, dtype, serial, active, model, weight, kind
+            )
+            self._values[key] = value
         return value
 
     def _operation_number(self, *operation: object) -> int:
