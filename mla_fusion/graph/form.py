@@ -33,7 +33,7 @@ Exceptions are moves, negation and products with powers of two.
 
 from __future__ import annotations
 
-from bisect import bisect
+from bisect import bisect, bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -688,12 +688,8 @@ class Form:
         if isinstance(places, range):
             for part in value.sources:
                 end = start + part.shape[axis]
-                first, last = (
-                    min(max(-(-(bound - places.start) // places.step), 0), len(places))
-                    for bound in (start, end)
-                )
-                if first < last:
-                    run = places[first:last]
+                run = places[bisect_left(places, start) : bisect_left(places, end)]
+                if run:
                     runs.append((part, range(run.start - start, run.stop - start, run.step)))
                 start = end
             if not runs or (len(runs) > 1 and places.step != 1):
