@@ -612,9 +612,17 @@ class Form:
             return self.reshape(value, shape)
         return self.make("expand", (value,), None, shape, value.dtype)
 
-    def slice(self, value: Value, axis: int, start: int, stop: int, step: int = 1) -> Value:
-        """Elements start, start + step, .. below stop of an axis."""
+    def slice(
+        self, value: Value, axis: int, start: int | None, stop: int | None, step: int = 1
+    ) -> Value:
+        """Elements start, start + step, .. below stop of an axis, by the rules of Python."""
         return self.take(value, axis, range(*slice(start, stop, step).indices(value.shape[axis])))
+
+    def select(self, value: Value, axis: int, place: int) -> Value:
+        """The elements at one place of an axis, without the axis. Raises IndexError."""
+        axis %= len(value.shape)
+        part = self.take(value, axis, [range(value.shape[axis])[place]])
+        return self.reshape(part, (*value.shape[:axis], *value.shape[axis + 1 :]))
 
     def take(self, value: Value, axis: int, places: Sequence[int]) -> Value:
         """Elements of an axis at literal places.

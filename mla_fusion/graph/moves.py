@@ -66,8 +66,7 @@ def _(c: Call, x: Value, **dims: int) -> Value:
 
 @operator("slice", "slice_copy")
 def _(c: Call, x: Value, dim: int = 0, start: Any = None, end: Any = None, step: int = 1) -> Value:
-    size = x.shape[dim]
-    return c.form.slice(x, dim, 0 if start is None else start, size if end is None else end, step)
+    return c.form.slice(x, dim, start, end, step)
 
 
 @operator("narrow", "narrow_copy")
@@ -78,8 +77,7 @@ def _(c: Call, x: Value, dim: int, start: Any, length: int) -> Value:
 
 @operator("select", "select_copy")
 def _(c: Call, x: Value, dim: int, index: int) -> Value:
-    index += x.shape[dim] if index < 0 else 0
-    return c.form.reshape(c.form.slice(x, dim, index, index + 1), c.shape)
+    return c.form.select(x, dim, index)
 
 
 _SPLITS = "split split_with_sizes chunk tensor_split unsafe_split unsafe_chunk"
@@ -96,8 +94,7 @@ def _(c: Call, x: Value, dim: int = 0, **_: Any) -> list[Value]:
 
 @operator("unbind", "unbind_copy")
 def _(c: Call, x: Value, dim: int = 0) -> list[Value]:
-    parts = (c.form.slice(x, dim, place, place + 1) for place in range(x.shape[dim]))
-    return [c.form.reshape(part, shape) for part, shape in zip(parts, c.shape, strict=True)]
+    return [c.form.select(x, dim, place) for place in range(x.shape[dim])]
 
 
 @operator("cat", "concat", "concatenate")
@@ -409,11 +406,7 @@ def _(
 ) -> Value:
     x = input if x is None else x
     assert x is not None
-    depth = indices.shape[-1]
-    columns = [
-        c.form.reshape(c.form.slice(indices, -1, place, place + 1), indices.shape[:-1])
-        for place in range(depth)
-    ]
+    columns = [c.form.select(indices, -1, place) for place in range(indices.shape[-1])]
     _, flat, count = flat_index(c, x.shape, columns)
     return write_rows(c, x, 0, count, flat, updates)
 
