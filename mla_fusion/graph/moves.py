@@ -271,7 +271,7 @@ def _(c: Call, x: Value, index: Value | None = None, dim: int = 0, **options: An
     if row_index is not None:
         return c.form.gather(x, dim, row_index)
     if dim == 1 and len(x.shape) == 2:  # single elements of each row
-        return _gather_in_rows(c, x, index)
+        return take_indexed(c, x, [_column(c, x.shape[0]), index])
     raise Departs
 
 
@@ -288,17 +288,14 @@ def _row_index(c: Call, index: Value, first: int, last: int) -> Value | None:
     return c.form.reshape(numbers, sizes[first:last]) if is_same else None
 
 
-def _gather_in_rows(c: Call, x: Value, index: Value) -> Value:
-    """``gather`` along the last axis of a matrix, as a gather from the flattened matrix."""
-    rows, size = x.shape
-    inner = Call(c.form, "gather", index.shape, torch.int64)
-    places = c.form.reshape(c.form.count(rows), (rows, 1))
-    flat = inner.sum([(size, places), (1, c.form.cast(index, torch.int64))])
-    return c.form.gather(c.form.reshape(x, (rows * size,)), 0, flat)
+def _column(c: Call, size: int) -> Value:
+    """The positions 0, 1, .. as a column [size, 1]."""
+    return c.form.reshape(c.form.count(size), (size, 1))
 
 
 @operator("index", "_unsafe_index")
-def _(c: Call, x: Value, indices: Sequence[Value | None]) -> Value:
+def take_indexed(c: Call, x: Value, indices: Sequence[Value | None]) -> Value:
+    """The elements at the row numbers of neighbouring axes."""
     first, flat, size = flat_index(c, x.shape, indices)
     last = first + size
     rows = prod(x.shape[first:last])
@@ -350,11 +347,9 @@ def write_rows(c: Call, base: Value, axis: int, count: int, index: Value, rows: 
     total, entries = prod(index.shape), prod(leading)
     flat = form.reshape(index, (total,))
     if entries > 1:
-        inner = Call(form, "write", (entries, total), torch.int64)
-        first = form.reshape(form.count(entries), (entries, 1))
-        index_row = form.reshape(form.cast(flat, torch.int64), (1, total))
-        numbers = inner.sum([(size, first), (1, index_row)])
-        flat = form.reshape(form.expand(numbers, (entries, total)), (entries * total,))
+        columns = [_column(c, entries), form.reshape(flat, (1, total))]
+        _, numbers, _ = flat_index(c, (entries, size), columns)
+        flat = form.reshape(numbers, (entries * total,))
     result = form.write(
         form.reshape(base, (entries * size, width)),
         flat,
@@ -364,9 +359,10 @@ def write_rows(c: Call, base: Value, axis: int, count: int, index: Value, rows: 
 
 
 @operator("index_put", "_unsafe_index_put")
-def _(
+def write_indexed(
     c: Call, x: Value, indices: Sequence[Value | None], values: Value, accumulate: bool = False
 ) -> Value:
+    """Writes elements at the row numbers of neighbouring axes."""
     if accumulate:
         raise Departs
     first, flat, count = flat_index(c, x.shape, indices)
@@ -394,10 +390,7 @@ def _(c: Call, x: Value, dim: int, index: Value, src: Any = None, **options: Any
     entry_index = _row_index(c, index, 0, 2) if dim == 1 else None
     if entry_index is None or entry_index.shape != index.shape[:2]:
         raise Departs
-    entries = c.form.count(index.shape[0])
-    columns = [c.form.reshape(entries, (index.shape[0], 1)), entry_index]
-    _, flat, count = flat_index(c, x.shape, columns)
-    return write_rows(c, x, 0, count, flat, src)
+    return write_indexed(c, x, [_column(c, index.shape[0]), entry_index], src)
 
 
 @operator("npu::npu_scatter_nd_update")
@@ -407,8 +400,7 @@ def _(
     x = input if x is None else x
     assert x is not None
     columns = [c.form.select(indices, -1, place) for place in range(indices.shape[-1])]
-    _, flat, count = flat_index(c, x.shape, columns)
-    return write_rows(c, x, 0, count, flat, updates)
+    return write_indexed(c, x, columns, updates)
 
 
 def _is_memory(value: Value) -> bool:
