@@ -194,13 +194,10 @@ def _(c: Call, x: Value, dims: Sequence[int]) -> Value:
 
 @operator("repeat")
 def _(c: Call, x: Value, repeats: Sequence[int]) -> Value:
-    times = list(repeats)
-    x = c.form.reshape(x, (*[1] * (len(times) - len(x.shape)), *x.shape))
-    split_shape, shape = list[int](), list[int]()
-    for count, size in zip(times, x.shape, strict=True):
-        split_shape += [1, size]
-        shape += [count, size]
-    return c.form.reshape(c.form.expand(c.form.reshape(x, split_shape), shape), c.shape)
+    sizes = *[1] * (len(repeats) - len(x.shape)), *x.shape
+    ones = [n for size in sizes for n in (1, size)]
+    counts = [n for pair in zip(repeats, sizes, strict=True) for n in pair]
+    return c.form.reshape(c.form.expand(c.form.reshape(x, ones), counts), c.shape)
 
 
 @operator("constant_pad_nd", "pad")
@@ -403,12 +400,6 @@ def _(
     return write_indexed(c, x, columns, updates)
 
 
-def _is_memory(value: Value) -> bool:
-    """True for an input of the graph, or a reshape of one."""
-    inner = strip_reshapes(value)
-    return inner.op == "leaf" and not inner.active
-
-
 @operator("slice_scatter")
 def _(
     c: Call,
@@ -433,7 +424,8 @@ def _(
 
 def _is_written_by_rows(form: Form, x: Value, src: Value, dim: int) -> bool:
     """True if a part of ``x`` along ``dim`` is rows of an input, and gets new ones."""
-    return src.active and not form.keeps_parts and _is_memory(x) and dim < len(x.shape) - 1
+    is_memory = strip_reshapes(x).op == "leaf" and not x.active
+    return src.active and not form.keeps_parts and is_memory and dim < len(x.shape) - 1
 
 
 def _write_run(c: Call, x: Value, src: Value, dim: int, first: int, step: int = 1) -> Value:
@@ -533,9 +525,8 @@ def _select_by_mask(c: Call, mask: torch.Tensor, value: Value, other_value: Valu
     added.
     """
     form = c.form
-    masks = (form.constant(side_mask.float()) for side_mask in (mask, ~mask))
     parts = [
-        form.times(side_mask, form.bare(operand))
-        for side_mask, operand in zip(masks, (value, other_value), strict=True)
+        form.times(form.constant(side_mask.float()), form.bare(operand))
+        for side_mask, operand in ((mask, value), (~mask, other_value))
     ]
     return form.expand(form.plus(*parts), c.shape)
