@@ -7,7 +7,6 @@ of the result, or a Pair for a complex one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from fractions import Fraction
 from math import inf, prod
 from typing import Any
@@ -39,17 +38,10 @@ def _(c: Call, x: Any) -> Any:
 @operator("mul", "multiply")
 def multiply(c: Call, x: Any, other: Any) -> Any:
     """The product of two operands; "and" of booleans."""
-    if isinstance(x, Pair) or isinstance(other, Pair):
-        if not isinstance(x, Pair):
-            x, other = other, x
-        if not isinstance(other, Pair):
-            factor = c.value(other)
-            return x.each(lambda part: _sum_of_signed_products(c, [(part, factor, 1)]))
-        real, imag, other_real, other_imag = x.real, x.imag, other.real, other.imag
-        return Pair(
-            _sum_of_signed_products(c, [(real, other_real, 1), (imag, other_imag, -1)]),
-            _sum_of_signed_products(c, [(real, other_imag, 1), (imag, other_real, 1)]),
-        )
+    if isinstance(x, Pair):
+        return _complex_product(c, x, other)
+    if isinstance(other, Pair):
+        return _complex_product(c, other, x)
     if c.dtype == torch.bool:
         return c.function("and", (), *_sorted(c.value(x), c.value(other)))
     return c.product([(_factor(c, x), 1), (_factor(c, other), 1)])
@@ -63,14 +55,19 @@ def _factor(c: Call, operand: Any) -> Value:
     return c.value(operand)
 
 
-def _sum_of_signed_products(c: Call, products: Sequence[tuple[Value, Value, int]]) -> Value:
-    """The sum of signed products: a part of a complex product."""
+def _complex_product(c: Call, x: Pair, other: Any) -> Pair:
+    """The product of a complex tensor and another operand."""
     inner = Call(c.form, "mul", c.shape, torch.float32)
-    return inner.sum(
-        [
-            (sign, inner.product([(factor, 1), (other_factor, 1)]))
-            for factor, other_factor, sign in products
-        ]
+
+    def times(factor: Value, other_factor: Value) -> Value:
+        return inner.product([(factor, 1), (other_factor, 1)])
+
+    if not isinstance(other, Pair):
+        real_factor = c.value(other)
+        return x.each(lambda part: times(part, real_factor))
+    return Pair(
+        inner.sum([(1, times(x.real, other.real)), (-1, times(x.imag, other.imag))]),
+        inner.sum([(1, times(x.real, other.imag)), (1, times(x.imag, other.real))]),
     )
 
 
@@ -164,21 +161,17 @@ def _(c: Call, x: Any, exponent: Any) -> Value:
     return c.product([(c.value(x), power.ratio)])
 
 
-def _power(name: str, exponent: Fraction) -> None:
-    """Registers the rule of an operator that raises its argument to an exponent."""
+_POWERS = {
+    "sqrt": Fraction(1, 2),
+    "rsqrt": Fraction(-1, 2),
+    "reciprocal": Fraction(-1),
+    "square": Fraction(2),
+}
 
-    @operator(name)
-    def _(c: Call, x: Value) -> Value:
-        return c.product([(x, exponent)])
 
-
-for _name, _exponent in (
-    ("sqrt", Fraction(1, 2)),
-    ("rsqrt", Fraction(-1, 2)),
-    ("reciprocal", Fraction(-1)),
-    ("square", Fraction(2)),
-):
-    _power(_name, _exponent)
+@operator(*_POWERS)
+def _(c: Call, x: Value) -> Value:
+    return c.product([(x, _POWERS[c.name])])
 
 
 @operator("sigmoid", "exp", "sin", "cos", "tanh")
