@@ -24,10 +24,10 @@ def _(c: Call, x: Any, other: Any, alpha: Any = 1) -> Any:
     augend, addend = c.value(x), c.value(other)
     if c.name == "rsub":
         augend, addend = addend, augend
-    times = c.number_of(alpha)
-    if times.roots or c.dtype == torch.bool:
+    times = c.ratio_of(alpha)
+    if c.dtype == torch.bool:
         raise Departs
-    return c.sum([(1, augend), (times.ratio if c.name == "add" else -times.ratio, addend)])
+    return c.sum([(1, augend), (times if c.name == "add" else -times, addend)])
 
 
 @operator("neg", "negative")
@@ -147,18 +147,18 @@ def _(c: Call, x: Any, other: Any) -> Value:
 
 def _integer(c: Call, operand: Any) -> int:
     """The integer that an operand is. Raises Departs."""
-    integer = c.number_of(operand)
-    if integer.roots or integer.ratio.denominator != 1:
+    ratio = c.ratio_of(operand)
+    if ratio.denominator != 1:
         raise Departs
-    return int(integer.ratio)
+    return int(ratio)
 
 
 @operator("pow", "float_power")
 def _(c: Call, x: Any, exponent: Any) -> Value:
-    power = c.number_of(exponent)
-    if power.roots or power.ratio.denominator > 2 or abs(power.ratio) > 8:
+    power = c.ratio_of(exponent)
+    if power.denominator > 2 or abs(power) > 8:
         raise Departs
-    return c.product([(c.value(x), power.ratio)])
+    return c.product([(c.value(x), power)])
 
 
 _POWERS = {

@@ -256,6 +256,13 @@ class Call:
             return literal(operand)
         raise Departs
 
+    def ratio_of(self, operand: Any) -> Fraction:
+        """Returns the rational number of an operand (``number_of``). Raises Departs."""
+        operand_number = self.number_of(operand)
+        if operand_number.roots:
+            raise Departs
+        return operand_number.ratio
+
     def function(self, name: str, literals: object, *values: Value) -> Value:
         """A named function of the operands' elements, in the call's dtype.
 

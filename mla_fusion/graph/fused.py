@@ -30,20 +30,12 @@ def rms_norm(
     return form.product(factors), step
 
 
-def _epsilon(c: Call, operand: Any) -> Fraction:
-    """The epsilon argument as a fraction. Raises Departs if it is none."""
-    epsilon = c.number_of(operand)
-    if epsilon.roots:
-        raise Departs
-    return epsilon.ratio
-
-
 @operator("npu::npu_rms_norm")
 def _(c: Call, x: Any = None, gamma: Any = None, epsilon: Any = 1e-6, input: Any = None) -> Any:
     value = x if x is not None else input
     if not value.active:
         raise Departs
-    return list(rms_norm(c.form, value, gamma, _epsilon(c, epsilon), len(gamma.shape)))
+    return list(rms_norm(c.form, value, gamma, c.ratio_of(epsilon), len(gamma.shape)))
 
 
 @operator("npu::npu_add_rms_norm")
@@ -51,7 +43,7 @@ def _(c: Call, x1: Value, x2: Value, gamma: Value, epsilon: Any = 1e-6) -> Any:
     if not (x1.active or x2.active):
         raise Departs
     total = c.form.plus(c.form.bare(x1), c.form.bare(x2))
-    return [*rms_norm(c.form, total, gamma, _epsilon(c, epsilon), len(gamma.shape)), total]
+    return [*rms_norm(c.form, total, gamma, c.ratio_of(epsilon), len(gamma.shape)), total]
 
 
 # -- rotations
@@ -129,7 +121,7 @@ def _(
     form = c.form
     rank = gamma.shape[-1]
     latents, keys = form.slice(kv, -1, 0, rank), form.slice(kv, -1, rank, kv.shape[-1])
-    latents = rms_norm(form, latents, gamma, _epsilon(c, epsilon))[0]
+    latents = rms_norm(form, latents, gamma, c.ratio_of(epsilon))[0]
     keys = apply_rope(form, keys, cos, sin, interleaved=True)
     caches = []
     for name, cache, rows in (("k_rope", k_cache, keys), ("c_kv", ckv_cache, latents)):
