@@ -43,7 +43,7 @@ def multiply(c: Call, x: Any, other: Any) -> Any:
     if isinstance(other, Pair):
         return _complex_product(c, other, x)
     if c.dtype == torch.bool:
-        return c.function("and", (), *_sorted(c.value(x), c.value(other)))
+        return c.function("and", *_sorted(c.value(x), c.value(other)))
     return c.product([(_factor(c, x), 1), (_factor(c, other), 1)])
 
 
@@ -92,11 +92,11 @@ def quotient(c: Call, value: Value, divisor: Value, rounding: str = "floor") -> 
     rounding's name.
     """
     if value.is_float or divisor.is_float:
-        return c.function(f"quotient, {rounding}", (), value, divisor)
+        return c.function(f"quotient, {rounding}", value, divisor)
     value_bounds = bounds.of(value)
     if rounding != "floor" and (value_bounds is None or value_bounds[0] < 0) and value.op != "leaf":
-        return c.function(f"quotient, {rounding}", (), value, divisor)
-    return c.function("quotient", (), value, divisor)
+        return c.function(f"quotient, {rounding}", value, divisor)
+    return c.function("quotient", value, divisor)
 
 
 @operator("remainder", "fmod")
@@ -126,7 +126,7 @@ def _(c: Call, x: Any, other: Any) -> Value:
     masks.
     """
     if c.dtype == torch.bool:
-        return c.function("and", (), *_sorted(c.value(x), c.value(other)))
+        return c.function("and", *_sorted(c.value(x), c.value(other)))
     mask = _integer(c, other)
     if mask < 0 or mask & (mask + 1):
         raise Departs
@@ -176,14 +176,14 @@ def _(c: Call, x: Value) -> Value:
 
 @operator("sigmoid", "exp", "sin", "cos", "tanh")
 def _(c: Call, x: Value) -> Value:
-    return c.function(c.name, (), x)
+    return c.function(c.name, x)
 
 
 @operator("relu", "abs", "absolute")
 def _(c: Call, x: Any) -> Value:
     if x.active and bounds.least(x) >= 0:
         return x
-    return c.function("abs" if c.name == "absolute" else c.name, (), x)
+    return c.function("abs" if c.name == "absolute" else c.name, x)
 
 
 # -- along axes
@@ -346,9 +346,7 @@ def _(c: Call, real: Value, imag: Value) -> Pair:
 @operator("polar")
 def _(c: Call, abs: Value, angle: Value) -> Pair:
     inner = Call(c.form, "polar", c.shape, abs.dtype)
-    parts = [
-        inner.product([(abs, 1), (inner.function(name, (), angle), 1)]) for name in ("cos", "sin")
-    ]
+    parts = [inner.product([(abs, 1), (inner.function(name, angle), 1)]) for name in ("cos", "sin")]
     return Pair(*parts)
 
 

@@ -130,7 +130,9 @@ class Call:
         if isinstance(operand, Size):  # the number that it is bound to is arbitrary
             return self._value_of_size(operand)
         if operand != operand or abs(operand) == float("inf"):
-            return self.form.function("number", repr(operand), dtype=self._dtype_of(operand))
+            return self.form.function(
+                "number", literals=repr(operand), dtype=self._dtype_of(operand)
+            )
         return self.form.number(literal(operand), self._dtype_of(operand))
 
     def _value_of_size(self, size: Size) -> Value:
@@ -144,7 +146,7 @@ class Call:
                     symbol = (
                         form.leaf(f"size {name}", (), torch.int64, False)
                         if is_torch_symbol
-                        else form.function("number", name, dtype=torch.int64)
+                        else form.function("number", literals=name, dtype=torch.int64)
                     )
                     factors.append((symbol, int(power)))
             terms.append((int(times), form.product(factors, dtype=torch.int64)))
@@ -188,7 +190,7 @@ class Call:
         nonzero.sort(key=lambda term: (term[1].serial, term[0]))
         literals = tuple(Fraction(times) for times, _ in nonzero), Fraction(constant)
         values = [value for _, value in nonzero]
-        total = form.function("sum", literals, *values, dtype=dtype)
+        total = form.function("sum", *values, literals=literals, dtype=dtype)
         return form.expand(total, broadcast(value.shape for _, value in terms))
 
     def product(self, factors: Iterable[Factor], times: Number = ONE) -> Value:
@@ -224,7 +226,8 @@ class Call:
             return form.expand(value, shape)
         operands.sort(key=lambda factor: (factor[0].serial, factor[1]))
         literals = tuple(Fraction(power) for _, power in operands), times
-        result = form.function("product", literals, *[value for value, _ in operands], dtype=dtype)
+        values = [value for value, _ in operands]
+        result = form.function("product", *values, literals=literals, dtype=dtype)
         return form.expand(result, shape)
 
     def _function_if_overflow(self, value: Value, dtype: torch.dtype, name: str) -> Value:
@@ -239,7 +242,7 @@ class Call:
             names = ", ".join(leaf.literal for leaf in leaves)
             self.form.assumed.append(f"row numbers made of {names} are below 2**31")
             return value
-        return self.form.function(f"{name} that overflows", (), value, dtype=dtype)
+        return self.form.function(f"{name} that overflows", value, dtype=dtype)
 
     def number_of(self, operand: Any) -> Number:
         """Returns the number of an operand that is a literal, or a Value filled with one number.
@@ -263,7 +266,7 @@ class Call:
             raise Departs
         return operand_number.ratio
 
-    def function(self, name: str, literals: object, *values: Value) -> Value:
+    def function(self, name: str, *values: Value, literals: object = ()) -> Value:
         """A named function of the operands' elements, in the call's dtype.
 
         If an operand is active, the operands' rounding and the float dtype of the result are left
@@ -274,7 +277,7 @@ class Call:
             values = tuple(map(self.form.bare, values))
             if dtype.is_floating_point:
                 dtype = torch.float32
-        return self.form.function(name, literals, *values, dtype=dtype)
+        return self.form.function(name, *values, literals=literals, dtype=dtype)
 
     def opaque(self, literals: object, values: Sequence[Value]) -> Any:
         """An opaque Value of the operands; a list of them for several results."""

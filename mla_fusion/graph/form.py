@@ -355,7 +355,7 @@ class Form:
     # -- functions
 
     def function(
-        self, name: str, literals: object, *values: Value, dtype: torch.dtype = REAL
+        self, name: str, *values: Value, literals: object = (), dtype: torch.dtype = REAL
     ) -> Value:
         """A named function of the elements at one place; operands are broadcast."""
         shape = broadcast(value.shape for value in values)
@@ -818,7 +818,7 @@ class Form:
             return self.expand(self.product(factors, literal[1], value.dtype), value.shape)
         if op == "function":
             name, literals = literal
-            result = self.function(name, literals, *sources, dtype=value.dtype)
+            result = self.function(name, *sources, literals=literals, dtype=value.dtype)
             return self.expand(result, value.shape)
         if op == "dot":
             return self.dot(*sources)

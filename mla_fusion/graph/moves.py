@@ -517,7 +517,7 @@ def _(c: Call, condition: Any = None, x: Any = None, other: Any = None, **option
         return c.form.expand(guarded, c.shape)
     if condition.op == "constant" and (value.active or other_value.active):
         return _select_by_mask(c, condition.literal.tensor, value, other_value)
-    return c.form.expand(c.function("where", (), condition, value, other_value), c.shape)
+    return c.form.expand(c.function("where", condition, value, other_value), c.shape)
 
 
 def _select_by_mask(c: Call, mask: torch.Tensor, value: Value, other_value: Value) -> Value:

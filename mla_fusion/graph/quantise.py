@@ -38,8 +38,8 @@ def largest(form: Form, rows: Value) -> Value:
     if inner is not unscaled and inner.shape[-1:] == unscaled.shape[-1:]:
         maximum = form.reshape(largest(form, inner), (*unscaled.shape[:-1], 1))
         return form.scaled(maximum, absolute(times))
-    sizes = form.function("size", (), form.power(unscaled, 2))
-    maximum = form.function("largest", (), form.reduce(sizes, [-1], keep=True))
+    sizes = form.function("size", form.power(unscaled, 2))
+    maximum = form.function("largest", form.reduce(sizes, [-1], keep=True))
     return form.scaled(maximum, absolute(times))
 
 
@@ -68,7 +68,7 @@ def _rounding_state(value: Value) -> tuple[Value, bool, float, float]:
 
 def _with_state(c: Call, value: Value, *state: Any) -> Value:
     """A Value with a state of rounding and bounds."""
-    return c.function("whole", state, value)
+    return c.function("whole", value, literals=state)
 
 
 def _are_integers(*limits: float) -> bool:
@@ -97,7 +97,7 @@ def clamp_to(c: Call, value: Value, least: float, most: float) -> Value:
     inner, is_rounded, low, high = _rounding_state(value)
     limits = max(low, least), min(high, most)
     if limits[0] > limits[1] or (is_rounded and not _are_integers(least, most)):
-        return c.function("clamp", (least, most), value)
+        return c.function("clamp", value, literals=(least, most))
     return _with_state(c, inner, is_rounded, *limits)
 
 
@@ -142,7 +142,7 @@ def cast(c: Call, value: Any, dtype: torch.dtype) -> Value:
             form.assumed.append("rounded rows are below 2**31")
             return value
         if value.active:
-            return c.function("to whole", str(dtype), value)
+            return c.function("to whole", value, literals=str(dtype))
         return form.cast(value, dtype)
     inner, is_rounded, least, most = _rounding_state(value)
     limits = least, most
@@ -154,12 +154,12 @@ def cast(c: Call, value: Any, dtype: torch.dtype) -> Value:
             return saturated(form, inner)
     if dtype == FP8.element and not is_rounded and limits == (-MOST[FP8], MOST[FP8]):
         return saturated(form, inner, FP8)
-    return form.function("to", str(dtype), value)
+    return form.function("to", value, literals=str(dtype))
 
 
 def saturated(form: Form, value: Value, kind: NumberFormat = INT8) -> Value:
     """``saturate(round(value))`` in the elements of a format."""
-    return form.function(kind.name, (), form.bare(value))
+    return form.function(kind.name, form.bare(value))
 
 
 def read_as(form: Form, rows: Value, format_number: int | None) -> Value:
@@ -167,7 +167,9 @@ def read_as(form: Form, rows: Value, format_number: int | None) -> Value:
 
     format_number  the format, if an argument of the product names it; None: the dtype does
     """
-    return rows if format_number is None else form.function("of format", format_number, rows)
+    return (
+        rows if format_number is None else form.function("of format", rows, literals=format_number)
+    )
 
 
 def by_row(form: Form, rows: Value, kind: NumberFormat = INT8) -> tuple[Value, Value]:
@@ -183,8 +185,8 @@ def by_block(form: Form, rows: Value) -> tuple[Value, Value]:
     """
     lead, size = rows.shape[:-1], rows.shape[-1]
     blocks = form.reshape(rows, (*lead, size // BLOCK, BLOCK))
-    powers = form.function("power of two", (), largest(form, blocks))
-    values = form.function("mxfp8", (), form.product([(blocks, 1), (powers, -1)]))
+    powers = form.function("power of two", largest(form, blocks))
+    values = form.function("mxfp8", form.product([(blocks, 1), (powers, -1)]))
     return form.reshape(values, rows.shape), form.reshape(powers, (*lead, size // BLOCK))
 
 
@@ -218,14 +220,15 @@ def as_bytes(
     axis.
     """
     byte_values = [
-        form.function("byte", (place, str(source)), value) for place in range(source.itemsize)
+        form.function("byte", value, literals=(place, str(source)))
+        for place in range(source.itemsize)
     ]
     lead, size = value.shape[:-1], value.shape[-1]
     joined = form.join(
         [form.reshape(byte_value, (*value.shape, 1)) for byte_value in byte_values], -1
     )
     joined = form.reshape(joined, (*lead, size * source.itemsize))
-    return joined if element == INT8.element else form.function("as", str(element), joined)
+    return joined if element == INT8.element else form.function("as", joined, literals=str(element))
 
 
 # -- operators
@@ -246,7 +249,7 @@ def clamp(c: Call, x: Value, min: Any = None, max: Any = None) -> Value:
         return _clamp_inactive(c, x, *limits)
     is_pair = isinstance(min, Value) and isinstance(max, Value) and filled_with(min) is None
     if is_pair and c.form.negated(min) is max:
-        return c.function("clip", (), x, max)
+        return c.function("clip", x, max)
     least, most = (
         _bound_of(c, limit, default) for limit, default in zip(limits, (-inf, inf), strict=True)
     )
@@ -296,7 +299,7 @@ def _clamp_inactive(c: Call, x: Value, least: Any, most: Any) -> Value:
         ):
             return x
     values = [c.value(limit) for limit in (least, most) if limit is not None]
-    return c.function("clamp", (least is None, most is None), x, *values)
+    return c.function("clamp", x, *values, literals=(least is None, most is None))
 
 
 @operator("amax", "amin", "max", "min")
@@ -323,8 +326,8 @@ def _(c: Call, x: Value, dim: Any = None, keepdim: bool = False, other: Any = No
 
 def _row_maximum(form: Form, rows: Value) -> Value:
     """The greatest element of each row, kept with size 1."""
-    elements = form.function("element", (), rows)
-    return form.function("greatest", (), form.reduce(elements, [-1], keep=True))
+    elements = form.function("element", rows)
+    return form.function("greatest", form.reduce(elements, [-1], keep=True))
 
 
 @operator("maximum", "minimum")
@@ -334,7 +337,7 @@ def _greater(c: Call, x: Any, other: Any) -> Value:
     is_most = c.name in ("maximum", "max")
     name, opposite = ("maximum", "minimum") if is_most else ("minimum", "maximum")
     if not (first.active or second.active):
-        return c.function(name, (), *sorted((first, second), key=lambda value: value.serial))
+        return c.function(name, *sorted((first, second), key=lambda value: value.serial))
     form = c.form
     for value, limit_value in ((first, second), (second, first)):
         if filled_with(limit_value) is not None:
@@ -351,8 +354,8 @@ def _greater(c: Call, x: Any, other: Any) -> Value:
                 if form.negated(bound_value) is limit_of:
                     upper_bound = bound_value if is_most else limit_of
                     if not is_most or is_size(upper_bound):
-                        return c.function("clip", (), inner, upper_bound)
-    return c.function(name, (), *sorted((first, second), key=lambda value: value.serial))
+                        return c.function("clip", inner, upper_bound)
+    return c.function(name, *sorted((first, second), key=lambda value: value.serial))
 
 
 def _rows_of_maximum(value: Value) -> Value | None:
@@ -369,7 +372,7 @@ def _(c: Call, x: Any, other: Any) -> Value:
     sides = [c.value(x), c.value(other)]
     if c.name in ("eq", "ne"):
         sides.sort(key=lambda value: value.serial)
-    return c.function(c.name, (), *sides)
+    return c.function(c.name, *sides)
 
 
 # comparisons of a size with 0: "le" and "gt" have it on the left, "ge" and "lt" on the right

@@ -755,7 +755,9 @@ class Graph:
         call = self.call(target, meta_value)
         if signature(target).is_pointwise and isinstance(meta_value, torch.Tensor) and values:
             try:
-                return self.form.expand(call.function(call.name, literals, *values), call.shape)
+                return self.form.expand(
+                    call.function(call.name, *values, literals=literals), call.shape
+                )
             except ValueError as error:
                 self._equate_sizes_of_error(error)
         return call.opaque(literals, values)

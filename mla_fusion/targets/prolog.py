@@ -170,7 +170,7 @@ def pack_rows(form: Form, a: Arguments, ckv: Value, kr: Value, kind: NumberForma
     else:
         limit = form.scaled(quantise.largest(form, tiles), literal(alpha))
         steps = form.scaled(limit, number(quantise.STEPS).inverse)
-        clipped = form.function("clip", (), tiles, limit)
+        clipped = form.function("clip", tiles, limit)
         values = quantise.saturated(form, form.product([(clipped, 1), (steps, -1)]))
     steps = form.reshape(steps, (tokens, width // tile))
     element = kind.element

@@ -214,7 +214,7 @@ def normed(c: Chain, value: Value, tensor: Tensor) -> Made:
 
 
 def gated(c: Chain, value: Value, tensor: Tensor) -> Made:
-    return c.form.function("sigmoid", (), value), tensor.sigmoid()
+    return c.form.function("sigmoid", value), tensor.sigmoid()
 
 
 def cast(c: Chain, value: Value, tensor: Tensor) -> Made:
@@ -353,7 +353,7 @@ def test_bounds_hold_every_element() -> None:
                 known.append(form.product([(one, 1), (other, 1)], number(-2), torch.int64))
             elif step == 2:
                 divisor = form.number(rng.randint(1, 9), torch.int64)
-                known.append(form.function("quotient", (), one, divisor, dtype=torch.int64))
+                known.append(form.function("quotient", one, divisor, dtype=torch.int64))
             elif step == 3:
                 known.append(form.cast(one, rng.choice((torch.int8, torch.int32, torch.int64))))
             elif step == 4:
