@@ -43,7 +43,7 @@ def multiply(c: Call, x: Any, other: Any) -> Any:
     if isinstance(other, Pair):
         return _complex_product(c, other, x)
     if c.dtype == torch.bool:
-        return c.function("and", *_sorted(c.value(x), c.value(other)))
+        return c.symmetric("and", x, other)
     return c.product([(_factor(c, x), 1), (_factor(c, other), 1)])
 
 
@@ -69,11 +69,6 @@ def _complex_product(c: Call, x: Pair, other: Any) -> Pair:
         inner.sum([(1, times(x.real, other.real)), (-1, times(x.imag, other.imag))]),
         inner.sum([(1, times(x.real, other.imag)), (1, times(x.imag, other.real))]),
     )
-
-
-def _sorted(*values: Value) -> list[Value]:
-    """Operands of a commutative function, in one order."""
-    return sorted(values, key=lambda value: value.serial)
 
 
 @operator("div", "divide", "true_divide", "floor_divide")
@@ -126,7 +121,7 @@ def _(c: Call, x: Any, other: Any) -> Value:
     masks.
     """
     if c.dtype == torch.bool:
-        return c.function("and", *_sorted(c.value(x), c.value(other)))
+        return c.symmetric("and", x, other)
     mask = _integer(c, other)
     if mask < 0 or mask & (mask + 1):
         raise Departs

@@ -279,6 +279,11 @@ class Call:
                 dtype = torch.float32
         return self.form.function(name, *values, literals=literals, dtype=dtype)
 
+    def symmetric(self, name: str, x: Any, other: Any) -> Value:
+        """A named function of two operands in any order."""
+        values = sorted((self.value(x), self.value(other)), key=lambda value: value.serial)
+        return self.function(name, *values)
+
     def opaque(self, literals: object, values: Sequence[Value]) -> Any:
         """An opaque Value of the operands; a list of them for several results."""
         if isinstance(self.shape, list):

@@ -337,7 +337,7 @@ def _greater(c: Call, x: Any, other: Any) -> Value:
     is_most = c.name in ("maximum", "max")
     name, opposite = ("maximum", "minimum") if is_most else ("minimum", "maximum")
     if not (first.active or second.active):
-        return c.function(name, *sorted((first, second), key=lambda value: value.serial))
+        return c.symmetric(name, first, second)
     form = c.form
     for value, limit_value in ((first, second), (second, first)):
         if filled_with(limit_value) is not None:
@@ -355,7 +355,7 @@ def _greater(c: Call, x: Any, other: Any) -> Value:
                     upper_bound = bound_value if is_most else limit_of
                     if not is_most or is_size(upper_bound):
                         return c.function("clip", inner, upper_bound)
-    return c.function(name, *sorted((first, second), key=lambda value: value.serial))
+    return c.symmetric(name, first, second)
 
 
 def _rows_of_maximum(value: Value) -> Value | None:
@@ -369,10 +369,9 @@ def _rows_of_maximum(value: Value) -> Value | None:
 
 @operator("eq", "ne", "gt", "ge", "lt", "le")
 def _(c: Call, x: Any, other: Any) -> Value:
-    sides = [c.value(x), c.value(other)]
     if c.name in ("eq", "ne"):
-        sides.sort(key=lambda value: value.serial)
-    return c.function(c.name, *sides)
+        return c.symmetric(c.name, x, other)
+    return c.function(c.name, c.value(x), c.value(other))
 
 
 # comparisons of a size with 0: "le" and "gt" have it on the left, "ge" and "lt" on the right
