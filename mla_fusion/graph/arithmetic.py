@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from mla_fusion.graph import bounds, quantise
-from mla_fusion.graph.call import Call, Departs, Pair, Size, operator
+from mla_fusion.graph.call import Call, Departs, Pair, Size, axes_of, operator
 from mla_fusion.graph.form import Value, broadcast
 from mla_fusion.graph.numbers import MINUS_ONE, number
 
@@ -182,14 +182,6 @@ def _(c: Call, x: Any) -> Value:
 
 
 # -- along axes
-
-
-def axes_of(value: Value, dim: Any) -> list[int]:
-    """The axes that an argument ``dim`` names, from 0 on; all of them for None or []."""
-    if dim is None or dim == []:
-        return list(range(len(value.shape)))
-    axes = dim if isinstance(dim, (list, tuple)) else [dim]
-    return [axis % len(value.shape) for axis in axes]
 
 
 @operator("sum", "mean")

@@ -105,6 +105,14 @@ def name_of(target: Any) -> str:
     return signature(target).name.removeprefix("aten::") or str(target)
 
 
+def axes_of(value: Value, dim: Any) -> list[int]:
+    """The axes that an argument ``dim`` names, from 0 on; all of them for None or []."""
+    if dim is None or dim == []:
+        return list(range(len(value.shape)))
+    axes = dim if isinstance(dim, (list, tuple)) else [dim]
+    return [axis % len(value.shape) for axis in axes]
+
+
 class Call:
     """One call, without its arguments.
 

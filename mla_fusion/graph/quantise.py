@@ -19,10 +19,10 @@ from typing import Any
 import torch
 
 from mla_fusion.graph import bounds
-from mla_fusion.graph.call import Call, Departs, operator
+from mla_fusion.graph.call import Call, Departs, axes_of, operator
 from mla_fusion.graph.form import Form, Value, filled_with, strip, strip_reshapes
 from mla_fusion.graph.numbers import MINUS_ONE, Number, number
-from mla_fusion.meta.number_formats import BLOCK, FP8, HIFLOAT8, INT8, NumberFormat
+from mla_fusion.meta.number_formats import BLOCK, FP8, HIFLOAT8, INT8, NumberFormat, of_dst_type
 
 FLOOR = 1e-4  # floors up to it under a row's largest element are left out (listed as assumed)
 STEPS = 127
@@ -66,11 +66,6 @@ def _rounding_state(value: Value) -> tuple[Value, bool, float, float]:
     return value, False, -inf, inf
 
 
-def _with_state(c: Call, value: Value, *state: Any) -> Value:
-    """A Value with a state of rounding and bounds."""
-    return c.function("whole", value, literals=state)
-
-
 def _are_integers(*limits: float) -> bool:
     """True if all bounds are integers or infinite."""
     return all(abs(limit) == inf or float(limit).is_integer() for limit in limits)
@@ -80,8 +75,8 @@ def round_to_integers(c: Call, value: Value) -> Value:
     """The Value rounded to integers. Integer bounds stay; other bounds become a step before it."""
     inner, _, least, most = _rounding_state(value)
     if not _are_integers(least, most):
-        return _with_state(c, value, True, -inf, inf)
-    return _with_state(c, inner, True, least, most)
+        return c.function("whole", value, literals=(True, -inf, inf))
+    return c.function("whole", inner, literals=(True, least, most))
 
 
 def clamp_to(c: Call, value: Value, least: float, most: float) -> Value:
@@ -98,7 +93,7 @@ def clamp_to(c: Call, value: Value, least: float, most: float) -> Value:
     limits = max(low, least), min(high, most)
     if limits[0] > limits[1] or (is_rounded and not _are_integers(least, most)):
         return c.function("clamp", value, literals=(least, most))
-    return _with_state(c, inner, is_rounded, *limits)
+    return c.function("whole", inner, literals=(is_rounded, *limits))
 
 
 def _is_within_steps(form: Form, value: Value) -> bool:
@@ -200,13 +195,8 @@ def product_of_blocks(
     """
     (tokens, size), columns = rows.shape, weight.shape[-1]
     count = size // BLOCK
-    parts, steps = (
-        form.reshape(value, shape)
-        for value, shape in (
-            (rows, (tokens, count, BLOCK)),
-            (form.bare(of_rows), (tokens, count, 1)),
-        )
-    )
+    parts = form.reshape(rows, (tokens, count, BLOCK))
+    steps = form.reshape(form.bare(of_rows), (tokens, count, 1))
     blocks = form.reshape(weight, (count, BLOCK, columns))
     scales = form.reshape(form.bare(of_weight), (count, 1, columns))
     left = form.reshape(form.times(parts, steps), rows.shape)
@@ -306,10 +296,7 @@ def _clamp_inactive(c: Call, x: Value, least: Any, most: Any) -> Value:
 def _(c: Call, x: Value, dim: Any = None, keepdim: bool = False, other: Any = None) -> Any:
     if other is not None:
         return _greater(c, x, other)
-    if not x.active or dim in (None, []):
-        raise Departs
-    axes = dim if isinstance(dim, (list, tuple)) else [dim]
-    if [axis % len(x.shape) for axis in axes] != [len(x.shape) - 1]:
+    if not x.active or dim in (None, []) or axes_of(x, dim) != [len(x.shape) - 1]:
         raise Departs
     form = c.form
     if c.name in ("amax", "max") and x.op == "function" and x.literal[0] == "abs":
@@ -403,9 +390,7 @@ def without_zero_guard(c: Call, condition: Value, if_true: Value, if_false: Valu
 
 def _format_of(dst_type: int | None, in_blocks: bool = False) -> NumberFormat:
     """The format that an argument ``dst_type`` names. Raises Departs."""
-    from mla_fusion.meta import number_formats
-
-    kind = number_formats.of_dst_type(dst_type, in_blocks)
+    kind = of_dst_type(dst_type, in_blocks)
     if kind is None:
         raise Departs
     return kind
