@@ -240,17 +240,18 @@ def clamp(c: Call, x: Value, min: Any = None, max: Any = None) -> Value:
     is_pair = isinstance(min, Value) and isinstance(max, Value) and filled_with(min) is None
     if is_pair and c.form.negated(min) is max:
         return c.function("clip", x, max)
-    least, most = (
-        _bound_of(c, limit, default) for limit, default in zip(limits, (-inf, inf), strict=True)
-    )
+    least, most = _bounds_of(c, *limits)
     if most == inf and _is_floor(c.form, x, least):
         return x
     return clamp_to(c, x, least, most)
 
 
-def _bound_of(c: Call, operand: Any, default: float) -> float:
-    """A bound of a clamp as a float."""
-    return default if operand is None else float(c.number_of(operand))
+def _bounds_of(c: Call, least: Any, most: Any) -> tuple[float, float]:
+    """The bounds of a clamp as floats."""
+    return (
+        -inf if least is None else float(c.number_of(least)),
+        inf if most is None else float(c.number_of(most)),
+    )
 
 
 def _is_floor(form: Form, value: Value, least: float) -> bool:
@@ -283,10 +284,8 @@ def _clamp_inactive(c: Call, x: Value, least: Any, most: Any) -> Value:
     """A clamp of a Value that is not active. It is left out if no element can pass a bound."""
     value_bounds = bounds.of(x)
     if value_bounds is not None:
-        limits = [None if limit is None else float(c.number_of(limit)) for limit in (least, most)]
-        if (limits[0] is None or limits[0] <= value_bounds[0]) and (
-            limits[1] is None or value_bounds[1] <= limits[1]
-        ):
+        limits = _bounds_of(c, least, most)
+        if limits[0] <= value_bounds[0] and value_bounds[1] <= limits[1]:
             return x
     values = [c.value(limit) for limit in (least, most) if limit is not None]
     return c.function("clamp", x, *values, literals=(least is None, most is None))
