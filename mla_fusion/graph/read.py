@@ -183,8 +183,6 @@ class Graph:
 
     def _is_same(self, reading: Reading, value: Value) -> bool:
         """True if a reading is a Value or a reshape of it."""
-        if reading is value:
-            return True
         return isinstance(reading, Value) and self._origin(reading) == self._origin(value)
 
     def _origin(self, value: Value) -> tuple[Number, Value]:
@@ -312,7 +310,7 @@ class Graph:
     def _record(self, node: Node, reading: Reading) -> None:
         """Records what a node is."""
         self.readings[node] = reading
-        for value in (reading,) if isinstance(reading, Value) else values_of(reading):
+        for value in values_of(reading):
             self.nodes.setdefault(value, []).append(node)
 
     def _read_node(self, node: Node) -> Reading:
@@ -413,14 +411,11 @@ class Graph:
 
     def _replace_reading(self, node: Node, reading: Reading) -> None:
         """Replaces the reading of a node after a write."""
-        previous = self.readings.get(node)
-        if node in self.readings and previous != reading:
-            self.changed.setdefault(node, previous)
+        previous = self.readings[node]
         if previous != reading:
+            self.changed.setdefault(node, previous)
             self.stale |= {(user, node) for user in node.users if user in self.readings}
-        self.readings[node] = reading
-        for value in values_of(reading):
-            self.nodes.setdefault(value, []).append(node)
+        self._record(node, reading)
 
     def _undo_part(self, split: Node, part: Node, value: Value) -> Reading:
         """Returns the reading of what was split after a part of it was overwritten by ``value``."""
@@ -731,17 +726,15 @@ class Graph:
         meta_value = node.meta.get("val")
         arguments = list(_flatten(self.argument([*node.args, *node.kwargs.items()])))
         values = list(values_of(arguments))
-        argument_places = (
+        other_arguments = [
             (place, "Pair" if isinstance(argument, Pair) else argument)
             for place, argument in enumerate(arguments)
-        )
-        other_arguments = [
-            argument for argument in argument_places if not isinstance(argument[1], Value)
+            if not isinstance(argument, Value)
         ]
         target = node.target
         if "empty" in str(target):
             values = []  # it takes only their sizes and dtype
-        is_unique = not values or (signature(target).is_random)
+        is_unique = not values or signature(target).is_random
         literals = repr((other_arguments, node.name if is_unique else ""))
         if isinstance(meta_value, torch.Tensor) and meta_value.is_complex():
             shape = self.shape(meta_value.shape)
