@@ -22,7 +22,15 @@ import torch
 from torch.fx import Graph as FxGraph
 from torch.fx import GraphModule, Node
 
-from mla_fusion.compat import Mod, OpOverload, guarded_equal, hint_of, schema_of
+from mla_fusion.compat import (
+    Mod,
+    OpOverload,
+    guarded_equal,
+    hint_of,
+    schema_of,
+    tree_leaves,
+    tree_map,
+)
 from mla_fusion.fx import registered
 from mla_fusion.fx.kinds import attribute, is_literal, signature
 from mla_fusion.fx.sizes import Binding, has_symbols
@@ -275,7 +283,7 @@ class Graph:
         literals = set[float]()
         for node in self.gm.graph.nodes:
             example = node.meta.get("val")
-            arguments = _flatten([node.args, [*node.kwargs.values()]])
+            arguments = tree_leaves([node.args, node.kwargs])
             for number in (*arguments, example, *getattr(example, "shape", ())):
                 if isinstance(number, (int, float)):
                     literals.add(abs(number))
@@ -534,7 +542,7 @@ class Graph:
         It does not if a symbolic size is a place along an axis. The start and the end of a slice
         may be symbolic, unless they count from the end of the axis: torch guards their sign.
         """
-        places = _flatten([arguments[name] for name in _PLACE_ARGUMENTS if name in arguments])
+        places = tree_leaves([arguments[name] for name in _PLACE_ARGUMENTS if name in arguments])
         ends = (arguments.get(name) for name in ("start", "end"))
         sizes = (end for end in ends if isinstance(end, Size))
         from_end = any((hint_of(size.symbolic) or 0) < 0 for size in sizes)
@@ -559,20 +567,19 @@ class Graph:
 
     def run(self, call: Call, target: Any, arguments: dict[str, Any], node: Node) -> Reading:
         """What the rule or the decomposition makes of a call; None: it is opaque."""
-        has_pairs = any(map(_has_pair, arguments.values()))
+        has_pairs = any(isinstance(item, Pair) for item in tree_leaves(arguments))
         if has_pairs and call.name in arithmetic.OF_PARTS:
             if not isinstance(call.dtype, torch.dtype) or not call.dtype.is_complex:
                 return None
             part = Call(self.form, call.name, call.shape, torch.float32)
-            real, imag = (
-                self.run(
-                    part,
-                    target,
-                    {name: _part_of(argument, side) for name, argument in arguments.items()},
-                    node,
+
+            def on_side(side: str) -> dict[str, Any]:
+                """The arguments with this part of each Pair."""
+                return tree_map(
+                    lambda item: getattr(item, side) if isinstance(item, Pair) else item, arguments
                 )
-                for side in ("real", "imag")
-            )
+
+            real, imag = (self.run(part, target, on_side(side), node) for side in ("real", "imag"))
             return None if real is None or imag is None else Pair(real, imag)
         rule = RULES.get(call.name)
         if rule is not None and (not has_pairs or call.name in arithmetic.OF_COMPLEX):
@@ -673,7 +680,7 @@ class Graph:
 
     def _fold(self, target: Any, positional: Any, options: Any, meta_value: Any) -> Reading:
         """Computes a call of literals alone with torch. None if it is no such call."""
-        for item in _flatten([positional, list(options.values())]):
+        for item in tree_leaves([positional, options]):
             if isinstance(item, Value):
                 if not _is_literal(item) or any(map(is_open, item.shape)):
                     return None
@@ -687,11 +694,9 @@ class Graph:
         if schema.is_random or schema.is_mutable or "empty" in schema.word:
             return None
         ignored = ("device", "pin_memory", "layout")
-        kept_options = {
-            name: _as_tensors(item) for name, item in options.items() if name not in ignored
-        }
+        kept_options = {name: item for name, item in options.items() if name not in ignored}
         try:
-            tensor = target(*_as_tensors(positional), **kept_options)
+            tensor = target(*tree_map(_as_tensor, positional), **tree_map(_as_tensor, kept_options))
         except _RULE_ERRORS:
             return None
         return self.constant(tensor) if isinstance(tensor, torch.Tensor) else None
@@ -724,7 +729,7 @@ class Graph:
         It is equal to no other node's if it is random or not initialised.
         """
         meta_value = node.meta.get("val")
-        arguments = list(_flatten(self.argument([*node.args, *node.kwargs.items()])))
+        arguments = tree_leaves(self.argument([*node.args, *node.kwargs.items()]))
         values = list(values_of(arguments))
         other_arguments = [
             (place, "Pair" if isinstance(argument, Pair) else argument)
@@ -821,32 +826,11 @@ def _is_sum_of_products(expression: Any) -> bool:
 
 def values_of(reading: Reading) -> Iterator[Value]:
     """Yields the Values of a reading; both parts of a Pair."""
-    for item in _flatten([reading]):
+    for item in tree_leaves([reading]):
         if isinstance(item, Value):
             yield item
         elif isinstance(item, Pair):
             yield from (item.real, item.imag)
-
-
-def _flatten(items: Any) -> Iterator[Any]:
-    """Yields the items of nested lists."""
-    for item in items:
-        if isinstance(item, (list, tuple)):
-            yield from _flatten(item)
-        else:
-            yield item
-
-
-def _has_pair(argument: Any) -> bool:
-    """True if an argument is a Pair, or a list that has one."""
-    return any(map(_has_pair, argument)) if type(argument) is list else type(argument) is Pair
-
-
-def _part_of(argument: Any, side: str) -> Any:
-    """An argument with the ``side`` ("real" or "imag") of each Pair."""
-    if isinstance(argument, list):
-        return [_part_of(item, side) for item in argument]
-    return getattr(argument, side) if isinstance(argument, Pair) else argument
 
 
 def _is_literal(value: Value) -> bool:
@@ -854,10 +838,8 @@ def _is_literal(value: Value) -> bool:
     return value.op == "constant" or filled_with(value) is not None
 
 
-def _as_tensors(argument: Any) -> Any:
-    """An argument with tensors in place of Values that are literals."""
-    if isinstance(argument, list):
-        return [_as_tensors(item) for item in argument]
+def _as_tensor(argument: Any) -> Any:
+    """The tensor of a Value that is a literal; any other argument as it is."""
     if not isinstance(argument, Value):
         return argument
     if argument.op == "constant":
