@@ -90,12 +90,8 @@ class Lowering:
         return self._compute(value)
 
     def _nodes_holding(self, value: Value) -> Iterator[tuple[Node, torch.Tensor]]:
-        """Yields the usable nodes that hold a Value, with their example tensors."""
-        return self._usable_nodes(self.graph.nodes_holding(value))
-
-    def _usable_nodes(self, nodes: Iterable[Node]) -> Iterator[tuple[Node, torch.Tensor]]:
-        """Yields the usable nodes among these that hold a single tensor, with it."""
-        for node in nodes:
+        """Yields the usable nodes that hold a Value in a single tensor, with that tensor."""
+        for node in self.graph.nodes_holding(value):
             tensor = node.meta.get("val")
             if isinstance(tensor, torch.Tensor) and self.usable(node):
                 yield node, tensor
@@ -128,7 +124,7 @@ class Lowering:
 
     def _full(self, filled: Value, shape: Sequence[int]) -> Any:
         """A tensor filled with one number."""
-        sizes = [self.b.size(size) for size in self._shape(shape)]
+        sizes = self.b.sizes(self._shape(shape))
         return self._create(aten.full.default, filled, sizes, self._scalar(filled.literal[1]))
 
     def _create(self, operator: Any, like: Value, *args: Any) -> Any:
@@ -221,7 +217,7 @@ class Lowering:
         if source.is_number:
             return self._full(source, value.shape)
         handle = self.of(source)
-        sizes = [self.b.size(size, handle) for size in self._shape(value.shape)]
+        sizes = self.b.sizes(self._shape(value.shape), handle)
         return self.b.call(aten.expand.default, handle, sizes)
 
     def _slice(self, value: Value, source: Value) -> Any:
@@ -278,7 +274,7 @@ class Lowering:
         """Memory that is not initialised. Raises LookupError for any other opaque Value."""
         if sources or "empty" not in value.literal[0]:
             raise LookupError(value)
-        sizes = [self.b.size(size) for size in self._shape(value.shape)]
+        sizes = self.b.sizes(self._shape(value.shape))
         return self._create(aten.empty.memory_format, value, sizes)
 
     def _cast(self, value: Value, source: Value) -> Any:
@@ -295,9 +291,7 @@ class Lowering:
         size = self.graph.size_of(value)
         if size is None:
             raise LookupError(value)
-        device = self._weight_node.meta["val"].device
-        options = {"dtype": torch.int64, "device": device}
-        return self.b.call(aten.scalar_tensor.default, self.b.size(size), **options)
+        return self._create(aten.scalar_tensor.default, value, self.b.size(size))
 
     def _constant(self, value: Value) -> Any:
         """A tensor of literals."""
