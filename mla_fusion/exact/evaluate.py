@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable, Mapping
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -155,21 +156,21 @@ class Evaluation:
         key = (str(value.dtype), literal) if op == "function" else str(literal)
         return field.hashed(field.word(self.point.seed, op, key), *operands)
 
-    def _move(self, value: Value, tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
-        """A move, or a sum along axes."""
+    def _move(self, value: Value, elements: Any, shape: tuple[int, ...]) -> Any:
+        """A move, or a sum along axes. None if a weight cannot be reshaped so."""
         op, literal = value.op, value.literal
         if op == "reshape":
-            return tensor.reshape(shape)
+            return elements.reshape(shape)
         if op == "permute":
-            return tensor.permute(literal)
+            return elements.permute(literal)
         if op == "expand":
-            return tensor.expand(shape)
+            return elements.expand(shape)
         if op == "slice":
             axis, start, step = literal
             places = torch.arange(value.shape[axis]) * step + start
-            return tensor.index_select(axis, places)
+            return elements.index_select(axis, places)
         assert op == "reduce", op
-        return tensor.sum(literal) % self.p
+        return self.dense(elements).sum(literal) % self.p
 
     def _gather(self, value: Value, base: Tensor, index: Value, layout: Layout) -> Tensor:
         """Rows of an evaluated table: by literal numbers, or else as a function of numbers and
@@ -263,22 +264,8 @@ class Evaluation:
                 return Weight.joined(weights, literal)
             return torch.cat(list(map(self.dense, operands)), literal)
         if op in _MOVES:
-            return self._moved_beside(value, operands[0], layout)
+            return self._move(value, operands[0], self.binding.shape(layout))
         return self._elementwise_beside(value, operands, layout)
-
-    def _moved_beside(self, value: Value, elements: Elements, layout: Layout) -> Elements | None:
-        """A move of a weight's places, or of elements; or a sum along axes. None: it is random."""
-        shape = self.binding.shape(layout)
-        if not isinstance(elements, Weight) or value.op == "reduce":
-            return self._move(value, self.dense(elements), shape)
-        if value.op == "reshape":
-            return elements.reshaped(shape)
-        if value.op == "permute":
-            return elements.permuted(value.literal)
-        if value.op == "expand":
-            return elements.expanded(shape)
-        axis, start, step = value.literal
-        return elements.taken(axis, torch.arange(shape[axis]) * step + start)
 
     def _elementwise_beside(
         self, value: Value, operands: list[Elements], layout: Layout
@@ -303,7 +290,7 @@ class Evaluation:
         for operand in operands:
             if not isinstance(operand, Weight):
                 return None
-            expanded = operand.expanded(self.binding.shape(layout))
+            expanded = operand.expand(self.binding.shape(layout))
             product = expanded if product is None else product.times(expanded)
         return product.scaled(field.fraction(value.literal[1].ratio, self.p)) if product else None
 
@@ -319,7 +306,7 @@ class Evaluation:
         if index.op == "constant" and not has_tokens(index_layout):
             places = index.literal.tensor
             if isinstance(table, Weight):
-                return table.taken(axis, places) if places.dim() == 1 else None
+                return table.index_select(axis, places) if places.dim() == 1 else None
             rows = table.index_select(axis, places.reshape(-1))
             return rows.reshape(self.binding.shape(layout))
         if isinstance(table, Weight):

@@ -122,17 +122,19 @@ class Weight:
             )
         )
 
-    def permuted(self, order: Sequence[int]) -> Weight:
+    # moves have the names that they have on a Tensor
+
+    def permute(self, order: Sequence[int]) -> Weight:
         """The axes in another order."""
         return self._map_places(lambda places: tuple(places[axis] for axis in order))
 
-    def taken(self, axis: int, index: Tensor) -> Weight:
+    def index_select(self, axis: int, index: Tensor) -> Weight:
         """The elements of an axis at an index."""
         return self._map_places(
             lambda places: (*places[:axis], places[axis][index], *places[axis + 1 :])
         )
 
-    def expanded(self, shape: Sequence[int]) -> Weight:
+    def expand(self, shape: Sequence[int]) -> Weight:
         """The weight broadcast to a shape."""
         lead = len(shape) - len(self.shape)
 
@@ -149,7 +151,7 @@ class Weight:
         """The weight after a move of every piece."""
         return Weight(tuple(piece.moved(move) for piece in self.pieces))  # type: ignore[misc]
 
-    def reshaped(self, shape: Sequence[int]) -> Weight | None:
+    def reshape(self, shape: Sequence[int]) -> Weight | None:
         """The weight in another shape. None if the places along a new axis are not sums."""
         pieces = [
             piece.moved(lambda places: _reshape_places(places, shape)) for piece in self.pieces
