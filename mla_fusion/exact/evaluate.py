@@ -98,12 +98,6 @@ class Evaluation:
         """Elements as a tensor."""
         return elements.dense(self.p) if isinstance(elements, Weight) else elements
 
-    def _expanded(self, elements: Elements, layout: Layout) -> Elements:
-        """Elements in the whole shape of their layout; a weight has it already."""
-        if isinstance(elements, Weight):
-            return elements
-        return elements.expand(self.binding.shape(layout))
-
     # -- Values computed from activations
 
     def _evaluate(self, value: Value, layout: Layout) -> Tensor:
@@ -135,7 +129,7 @@ class Evaluation:
             return self.tensors[source]
         if expected_layout is None:
             raise Mixed(value)
-        return self._expanded(self.beside(source, expected_layout), expected_layout)
+        return self.beside(source, expected_layout)
 
     def _elementwise(self, value: Value, operands: list[Tensor]) -> Tensor:
         """An element-wise operation on the elements of its operands."""
@@ -196,7 +190,9 @@ class Evaluation:
     # -- Values beside the activations
 
     def beside(self, value: Value, layout: Layout) -> Elements:
-        """The elements of a Value beside the activations, in a layout. Raises Undecided."""
+        """The elements of a Value beside the activations, in the shape of a layout. Raises
+        Undecided.
+        """
         key = value, layout
         elements = self._beside.get(key)
         if elements is None:
@@ -206,7 +202,7 @@ class Evaluation:
                 elements = None
             if elements is None:
                 elements = self._random(value, layout)
-            self._beside[key] = elements
+            elements = self._beside[key] = elements.expand(self.binding.shape(layout))
         return elements
 
     def _random(self, value: Value, layout: Layout) -> Elements:
@@ -232,7 +228,7 @@ class Evaluation:
                 axis_size *= own_size
             places = places + axis_places.view(size, *[1] * places.dim()) * count
             count *= axis_size
-        return field.random_at(name, places).expand(shape)
+        return field.random_at(name, places)
 
     def _compute_beside(self, value: Value, layout: Layout) -> Elements | None:
         """The elements of a Value computed from its sources. None: they are random."""
@@ -254,7 +250,7 @@ class Evaluation:
                 return None
             if op in ("reduce", "dot") and prod(self.binding.shape(its_layout)) > _MANY:
                 return None
-            operands.append(self._expanded(self.beside(source, its_layout), its_layout))
+            operands.append(self.beside(source, its_layout))
         if op == "dot":
             left, right = map(self.dense, operands)
             return field.product(left, right, self.p)
@@ -278,7 +274,7 @@ class Evaluation:
         tensors = [operand for operand in operands if isinstance(operand, Tensor)]
         if len(tensors) < len(operands):
             return self._product_of_weights(value, operands, layout)
-        return self._elementwise(value, tensors).expand(self.binding.shape(layout))
+        return self._elementwise(value, tensors)
 
     def _product_of_weights(
         self, value: Value, operands: list[Elements], layout: Layout
@@ -302,7 +298,7 @@ class Evaluation:
         Two rows stand for all rows of the table, unless the row numbers are literals.
         """
         (base, index), axis = value.sources, value.literal
-        table = self._expanded(self.beside(base, base_layout), base_layout)
+        table = self.beside(base, base_layout)
         if index.op == "constant" and not has_tokens(index_layout):
             places = index.literal.tensor
             if isinstance(table, Weight):
@@ -311,7 +307,7 @@ class Evaluation:
             return rows.reshape(self.binding.shape(layout))
         if isinstance(table, Weight):
             return None
-        numbers = self.dense(self._expanded(self.beside(index, index_layout), index_layout))
+        numbers = self.dense(self.beside(index, index_layout))
         name = field.word(self.point.seed, "gather")
         columns = field.hashed(name, *table.movedim(axis, 0))
         leading, trailing = columns.shape[:axis], columns.shape[axis:]

@@ -32,8 +32,7 @@ def table_candidates(site: Site, evaluation: Evaluation) -> list[tuple[Value, Te
             rows = to_rows(form, value, layout, site.tokens)
             if rows in candidates:
                 continue
-            tensor = numbers.expand(evaluation.binding.shape(layout))
-            candidates[rows] = evaluation.binding.rows(tensor, layout)
+            candidates[rows] = evaluation.binding.rows(numbers, layout)
         except (Mixed, Undecided, RuntimeError):
             continue
     return list(candidates.items())
