@@ -46,7 +46,7 @@ class Piece:
     def moved(self, move: Callable[[Places], Places | None]) -> Piece | None:
         """The piece after a move of the places of each leaf. None if the move fails for a leaf."""
         moved_places = [move(places) for places in self.places]
-        if any(places is None for places in moved_places):
+        if None in moved_places:
             return None
         return Piece(self.leaves, tuple(moved_places), self.factor)  # type: ignore[arg-type]
 
@@ -147,18 +147,14 @@ class Weight:
 
         return self._map_places(move)
 
-    def _map_places(self, move: Callable[[Places], Places]) -> Weight:
-        """The weight after a move of every piece."""
-        return Weight(tuple(piece.moved(move) for piece in self.pieces))  # type: ignore[misc]
+    def _map_places(self, move: Callable[[Places], Places | None]) -> Any:
+        """The weight after a move of every piece. None if a move fails."""
+        pieces = [piece.moved(move) for piece in self.pieces]
+        return None if None in pieces else Weight(tuple(pieces))  # type: ignore[arg-type]
 
     def reshape(self, shape: Sequence[int]) -> Weight | None:
         """The weight in another shape. None if the places along a new axis are not sums."""
-        pieces = [
-            piece.moved(lambda places: _reshape_places(places, shape)) for piece in self.pieces
-        ]
-        if any(piece is None for piece in pieces):
-            return None
-        return Weight(tuple(piece for piece in pieces if piece is not None))
+        return self._map_places(lambda places: _reshape_places(places, shape))
 
     @classmethod
     def joined(cls, weights: Sequence[Weight], axis: int) -> Weight:
@@ -211,7 +207,7 @@ def _merge_pieces(pieces: Sequence[Piece]) -> tuple[Piece, ...]:
             if other.leaves == piece.leaves and other.factor == piece.factor:
                 pairs = zip(other.places, piece.places, strict=True)
                 places = [_merge_places(first, second) for first, second in pairs]
-                if all(axis is not None for axis in places):
+                if None not in places:
                     merged[merged_number] = Piece(piece.leaves, tuple(places), piece.factor)  # type: ignore[arg-type]
                     break
         else:
