@@ -281,15 +281,15 @@ def _(c: Call, x: Value, beta: Any = 1, alpha: Any = 1, **operands: Any) -> Valu
 
 
 @operator("linear", "npu::npu_linear")
-def _(c: Call, input: Value, weight: Value, bias: Any = None) -> Value:
-    product = matrix_product(c, input, c.form.transposed(weight))
+def _(c: Call, x: Value, weight: Value, bias: Any = None) -> Value:
+    product = matrix_product(c, x, c.form.transposed(weight))
     return product if bias is None else c.sum([(1, product), (1, bias)])
 
 
 @operator("npu::npu_transpose_batchmatmul")
 def _(
     c: Call,
-    input: Value,
+    x: Value,
     weight: Value,
     bias: Any = None,
     scale: Any = None,
@@ -304,7 +304,7 @@ def _(
     form = c.form
     left, right = (
         form.permute(value, order) if order else value
-        for value, order in ((input, perm_x1), (weight, perm_x2))
+        for value, order in ((x, perm_x1), (weight, perm_x2))
     )
     product = matrix_product(c, left, right)
     return form.permute(product, perm_y or (1, 0, 2))

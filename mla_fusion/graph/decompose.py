@@ -95,7 +95,7 @@ def _trace(
     def call(*tensors: torch.Tensor) -> Any:
         given = iter(tensors)
         filled = tree_map(lambda leaf: next(given) if isinstance(leaf, Value) else leaf, arguments)
-        results = function(**{"self" if name == "x" else name: filled[name] for name in filled})
+        results = function(**filled)
         return tuple(results) if isinstance(results, tuple) else results
 
     tensors = [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in kinds]

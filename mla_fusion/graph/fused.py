@@ -31,11 +31,10 @@ def rms_norm(
 
 
 @operator("npu::npu_rms_norm")
-def _(c: Call, x: Any = None, gamma: Any = None, epsilon: Any = 1e-6, input: Any = None) -> Any:
-    value = x if x is not None else input
-    if not value.active:
+def _(c: Call, x: Value, gamma: Value, epsilon: Any = 1e-6) -> Any:
+    if not x.active:
         raise Departs
-    return list(rms_norm(c.form, value, gamma, c.ratio_of(epsilon), len(gamma.shape)))
+    return list(rms_norm(c.form, x, gamma, c.ratio_of(epsilon), len(gamma.shape)))
 
 
 @operator("npu::npu_add_rms_norm")
@@ -82,18 +81,18 @@ def _(c: Call, x: Value, cos: Value, sin: Value) -> Value:
 
 @operator("npu::npu_rotary_mul")
 def _(
-    c: Call, input: Value, r1: Value, r2: Value, rotary_mode: Any = "half", rotate: Any = None
+    c: Call, x: Value, r1: Value, r2: Value, rotary_mode: Any = "half", rotate: Any = None
 ) -> Value:
     form = c.form
-    if not input.active or rotate is not None or rotary_mode not in ("half", "interleave", None):
+    if not x.active or rotate is not None or rotary_mode not in ("half", "interleave", None):
         raise Departs
     if rotary_mode != "interleave":
-        return apply_rope(form, input, r1, r2, interleaved=False)
-    pairs = form.reshape(input, (*input.shape[:-1], input.shape[-1] // 2, 2))
+        return apply_rope(form, x, r1, r2, interleaved=False)
+    pairs = form.reshape(x, (*x.shape[:-1], x.shape[-1] // 2, 2))
     even, odd = form.slice(pairs, -1, 0, 1), form.slice(pairs, -1, 1, 2)
-    rotated_half = form.reshape(form.join([form.negated(odd), even], -1), input.shape)
+    rotated_half = form.reshape(form.join([form.negated(odd), even], -1), x.shape)
     r1, r2 = form.bare(r1), form.bare(r2)
-    return form.plus(form.times(input, r1), form.times(rotated_half, r2))
+    return form.plus(form.times(x, r1), form.times(rotated_half, r2))
 
 
 # -- the key's half

@@ -123,19 +123,17 @@ _IDENTITIES = "clone alias detach contiguous lift_fresh lift_fresh_copy resolve_
 
 
 @operator(*_IDENTITIES.split(), "alias_copy", "detach_copy", "npu::npu_format_cast")
-def _(c: Call, x: Any = None, input: Any = None, **_: Any) -> Any:
-    return input if x is None else x
+def _(c: Call, x: Any, **_: Any) -> Any:
+    return x
 
 
 _CASTS = "_to_copy to type_as npu::npu_dtype_cast npu::_npu_dtype_cast prims::convert_element_type"
 
 
 @operator(*_CASTS.split())
-def cast(c: Call, x: Value | None = None, a: Value | None = None, **_: Any) -> Value:
+def cast(c: Call, x: Value, **_: Any) -> Value:
     """A cast to the call's dtype."""
-    value = x if x is not None else a
-    assert value is not None
-    return quantise.cast(c, value, c.dtype)
+    return quantise.cast(c, x, c.dtype)
 
 
 @operator("copy")
@@ -391,11 +389,7 @@ def _(c: Call, x: Value, dim: int, index: Value, src: Any = None, **options: Any
 
 
 @operator("npu::npu_scatter_nd_update")
-def _(
-    c: Call, indices: Value, updates: Value, x: Value | None = None, input: Value | None = None
-) -> Value:
-    x = input if x is None else x
-    assert x is not None
+def _(c: Call, x: Value, indices: Value, updates: Value) -> Value:
     columns = [c.form.select(indices, -1, place) for place in range(indices.shape[-1])]
     return write_indexed(c, x, columns, updates)
 

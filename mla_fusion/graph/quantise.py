@@ -398,17 +398,17 @@ def _format_of(dst_type: int | None, in_blocks: bool = False) -> NumberFormat:
 @operator("npu::npu_dynamic_quant")
 def _(
     c: Call,
-    input: Value,
+    x: Value,
     smooth_scales: Value | None = None,
     group_index: Any = None,
     dst_type: Any = None,
     quant_mode: str = "pertoken",
     dst_type_max: float = 0,
 ) -> Any:
-    if not input.active or group_index is not None or quant_mode != "pertoken" or dst_type_max:
+    if not x.active or group_index is not None or quant_mode != "pertoken" or dst_type_max:
         raise Departs
     form = c.form
-    rows = input if smooth_scales is None else form.times(input, form.bare(smooth_scales))
+    rows = x if smooth_scales is None else form.times(x, form.bare(smooth_scales))
     values, step = by_row(form, rows, _format_of(dst_type))
     return [values, form.reshape(step, step.shape[:-1])]
 
@@ -416,21 +416,21 @@ def _(
 @operator("npu::npu_dynamic_mx_quant")
 def _(
     c: Call,
-    input: Value,
+    x: Value,
     axis: int = -1,
     round_mode: str = "rint",
     dst_type: int = 296,
     block_size: int = BLOCK,
     **others: Any,
 ) -> Any:
-    rank = len(input.shape)
+    rank = len(x.shape)
     is_usual = axis % rank == rank - 1 and round_mode == "rint" and block_size == BLOCK
-    if not input.active or not is_usual or any(others.values()):
+    if not x.active or not is_usual or any(others.values()):
         raise Departs
     _format_of(dst_type, in_blocks=True)
-    if input.shape[-1] % (2 * BLOCK):
+    if x.shape[-1] % (2 * BLOCK):
         raise Departs
-    values, scale = by_block(c.form, input)
+    values, scale = by_block(c.form, x)
     return [values, c.form.reshape(scale, (*scale.shape[:-1], scale.shape[-1] // 2, 2))]
 
 
@@ -458,18 +458,18 @@ def _(
 @operator("npu::npu_quantize")
 def _(
     c: Call,
-    input: Value,
+    x: Value,
     scales: Value,
     zero_points: Any,
     dtype: Any,
     axis: int = 1,
     div_mode: bool = True,
 ) -> Value:
-    if not input.active or dtype not in (1, 12, torch.int8, torch.qint8):
+    if not x.active or dtype not in (1, 12, torch.int8, torch.qint8):
         raise Departs
-    form, shape = c.form, [1] * len(input.shape)
+    form, shape = c.form, [1] * len(x.shape)
     shape[axis] = scales.shape[-1] if scales.shape else 1
-    scaled = c.product([(input, 1), (form.reshape(scales, shape), -1 if div_mode else 1)])
+    scaled = c.product([(x, 1), (form.reshape(scales, shape), -1 if div_mode else 1)])
     if zero_points is not None:
         scaled = form.plus(scaled, form.bare(form.reshape(zero_points, shape)))
     return saturated(form, scaled)

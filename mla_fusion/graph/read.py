@@ -458,7 +458,7 @@ class Graph:
         if not isinstance(viewed_value, Value):
             return None
         arguments = bind_arguments(view.target, self.argument(list(view.args)), {})
-        del arguments["x"]
+        del arguments["self"]
         if scatter is not None:
             return self._scatter(scatter, viewed_value, src=value, **arguments)
         if name in ("transpose", "t"):  # each undoes itself
@@ -584,7 +584,10 @@ class Graph:
         rule = RULES.get(call.name)
         if rule is not None and (not has_pairs or call.name in arithmetic.OF_COMPLEX):
             try:
-                return rule(call, **arguments)
+                return rule(
+                    call,
+                    **{"x" if name in _OPERAND else name: arguments[name] for name in arguments},
+                )
             except Departs:
                 pass
             except EqualSizes as equal:
@@ -773,12 +776,13 @@ def written_arguments(node: Node) -> Iterator[Node]:
 
 
 _UNUSED = ("device", "pin_memory", "layout", "memory_format", "out", "generator")
+_OPERAND = ("self", "input", "a")  # names of the first operand in schemas; in rules it is ``x``
 
 
 def bind_arguments(
     target: Any, positional: Sequence[Any], options: dict[str, Any]
 ) -> dict[str, Any]:
-    """Arguments by their names in the schema, defaults included; ``self`` is called ``x``."""
+    """Arguments by their names in the schema, defaults included."""
     arguments: dict[str, Any] = {}
     for place, (name, default) in enumerate(signature(target).arguments):
         if name in _UNUSED:
@@ -786,7 +790,7 @@ def bind_arguments(
         is_positional = place < len(positional)
         argument = positional[place] if is_positional else options.get(name, default)
         if argument is not None or is_positional or name in options:
-            arguments["x" if name == "self" else name] = argument
+            arguments[name] = argument
     return arguments
 
 
