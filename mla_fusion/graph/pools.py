@@ -103,9 +103,9 @@ class Pool:
     parts: dict[Run, Part] = field(default_factory=dict)
     pieces: list[Piece] = field(default_factory=list)
 
-    def part_around(self, run: Run | None) -> Run | None:
+    def part_around(self, run: Run) -> Run | None:
         """Returns the part that holds a run, or None."""
-        return next((part for part in self.parts if run is not None and part.holds(run)), None)
+        return next((part for part in self.parts if part.holds(run)), None)
 
     def is_changed(self, piece: Piece) -> bool:
         """Returns True if a piece is not what the input holds there already."""
@@ -159,8 +159,7 @@ def _candidate(graph: Graph, node: Node) -> Pool | None:
     leaf, writers = graph.changed.get(node, graph.readings[node]), graph.writers.get(node, [])
     if not isinstance(leaf, Value) or not (writers or node in graph.hidden):
         return None
-    last = writers[-1] if writers else None
-    back = last if last is not None and is_copy_into(last, node) else None
+    back = writers[-1] if writers and is_copy_into(writers[-1], node) else None
     if back is not None:
         if len(writers) > 1 or node in graph.hidden or not is_in_last_copies(back):
             return None
@@ -373,7 +372,7 @@ class _Rewrite:
                     raise LookupError(node)
             if _is_scatter(node):  # only sizes are still read from it
                 node.replace_all_uses_with(node.args[0])
-        made = {*self.b.made, *(node for _, node in self._replaced), *self._left}
+        made = {*self.b.made, *self._left}
         for node in reversed(graph.nodes):
             is_step = node.op == "call_function" and node.target is not aten.copy_.default
             if is_step and node in made and not node.users:
