@@ -158,9 +158,8 @@ def of(value: Value) -> Bounds | None:
             rounded = torch.tensor(inner, dtype=torch.float64).to(value.dtype).tolist()
             return None if inf in map(abs, rounded) else (int(rounded[0]), int(rounded[1]))
     if op == "join":
-        bounds_of_sources = [of(source) for source in sources]
-        known_bounds = [inner for inner in bounds_of_sources if inner is not None]
-        if len(known_bounds) < len(bounds_of_sources):
+        known_bounds = [inner for source in sources if (inner := of(source)) is not None]
+        if len(known_bounds) < len(sources):
             return None
         return min(least for least, _ in known_bounds), max(most for _, most in known_bounds)
     if op == "function" and literal[0] == "quotient":

@@ -207,13 +207,11 @@ class Form:
                 return self.filled(read_literal(element, tensor.dtype), tensor.shape, tensor.dtype)
         return self.make("constant", (), Array(tensor), tensor.shape, tensor.dtype)
 
-    def count(self, size: int, dtype: torch.dtype = torch.int64) -> Value:
+    def count(self, size: int) -> Value:
         """The positions 0 .. size - 1, shape [size]."""
-        return (
-            self.make("count", (), None, (size,), dtype)
-            if size != 1
-            else self.filled(0, (1,), dtype)
-        )
+        if size == 1:
+            return self.filled(0, (1,), torch.int64)
+        return self.make("count", (), None, (size,), torch.int64)
 
     # -- sums and products
 
