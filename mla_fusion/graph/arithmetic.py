@@ -44,7 +44,7 @@ def multiply(c: Call, x: Any, other: Any) -> Any:
         return _complex_product(c, other, x)
     if c.dtype == torch.bool:
         return c.symmetric("and", x, other)
-    return c.product([(_factor(c, x), 1), (_factor(c, other), 1)])
+    return c.times(_factor(c, x), _factor(c, other))
 
 
 def _factor(c: Call, operand: Any) -> Value:
@@ -58,16 +58,12 @@ def _factor(c: Call, operand: Any) -> Value:
 def _complex_product(c: Call, x: Pair, other: Any) -> Pair:
     """The product of a complex tensor and another operand."""
     inner = Call(c.form, "mul", c.shape, torch.float32)
-
-    def times(factor: Value, other_factor: Value) -> Value:
-        return inner.product([(factor, 1), (other_factor, 1)])
-
     if not isinstance(other, Pair):
         real_factor = c.value(other)
-        return x.each(lambda part: times(part, real_factor))
+        return x.each(lambda part: inner.times(part, real_factor))
     return Pair(
-        inner.sum([(1, times(x.real, other.real)), (-1, times(x.imag, other.imag))]),
-        inner.sum([(1, times(x.real, other.imag)), (1, times(x.imag, other.real))]),
+        inner.sum([(1, inner.times(x.real, other.real)), (-1, inner.times(x.imag, other.imag))]),
+        inner.plus(inner.times(x.real, other.imag), inner.times(x.imag, other.real)),
     )
 
 
@@ -101,8 +97,7 @@ def remainder(c: Call, x: Any, other: Any) -> Value:
     if value.is_float or divisor.is_float:
         raise Departs
     rounded_quotient = quotient(c, value, divisor, "trunc" if c.name == "fmod" else "floor")
-    product = c.product([(divisor, 1), (rounded_quotient, 1)])
-    return c.sum([(1, value), (-1, product)])
+    return c.sum([(1, value), (-1, c.times(divisor, rounded_quotient))])
 
 
 @operator("bitwise_right_shift", "__rshift__")
@@ -136,7 +131,7 @@ def _(c: Call, x: Any, other: Any) -> Value:
         limits, times = bounds.of(low), c.form.split(high)[0].ratio
         is_power_of_two = times > 0 and number(times).is_power_of_two
         if limits is not None and is_power_of_two and 0 <= limits[0] <= limits[1] < times:
-            return c.sum([(1, high), (1, low)])
+            return c.plus(high, low)
     raise Departs
 
 
@@ -251,7 +246,7 @@ def matrix_product(c: Call, x: Value, other: Value) -> Value:
     if not dtype.is_floating_point and dtype != torch.int32:
         raise Departs
     if x.shape[-1] == 1 and not (x.active or other.active):  # angles: frequencies times positions
-        return c.product([(x, 1), (other, 1)])
+        return c.times(x, other)
     if not (x.active or other.active) and (x.weight == other.weight or x.model == other.model):
         raise Departs  # the result is opaque
     # the rounding of a weight is its own: only casts that change no number are left out
@@ -262,8 +257,7 @@ def matrix_product(c: Call, x: Value, other: Value) -> Value:
             x = form.expand(x, (*leading, *x.shape[-2:]))
             other = form.expand(other, (*leading, *other.shape[-2:]))
     if x.active and other.active and x.shape[-2] == other.shape[-1] == 1:  # squares of rows
-        products = form.product([(x, 1), (form.transposed(other), 1)])
-        return form.reduce(products, [-1], keep=True)
+        return form.reduce(form.times(x, form.transposed(other)), [-1], keep=True)
     return form.dot(x, other)
 
 
@@ -277,13 +271,13 @@ def _(c: Call, x: Value, mat2: Any = None, **operands: Any) -> Value:
 def _(c: Call, x: Value, beta: Any = 1, alpha: Any = 1, **operands: Any) -> Value:
     left, right = operands.values()
     product = c.product([(matrix_product(c, left, right), 1)], c.number_of(alpha))
-    return c.sum([(1, product), (1, c.product([(x, 1)], c.number_of(beta)))])
+    return c.plus(product, c.product([(x, 1)], c.number_of(beta)))
 
 
 @operator("linear", "npu::npu_linear")
 def _(c: Call, x: Value, weight: Value, bias: Any = None) -> Value:
     product = matrix_product(c, x, c.form.transposed(weight))
-    return product if bias is None else c.sum([(1, product), (1, bias)])
+    return product if bias is None else c.plus(product, bias)
 
 
 @operator("npu::npu_transpose_batchmatmul")
@@ -333,7 +327,7 @@ def _(c: Call, real: Value, imag: Value) -> Pair:
 @operator("polar")
 def _(c: Call, abs: Value, angle: Value) -> Pair:
     inner = Call(c.form, "polar", c.shape, abs.dtype)
-    parts = [inner.product([(abs, 1), (inner.function(name, angle), 1)]) for name in ("cos", "sin")]
+    parts = [inner.times(abs, inner.function(name, angle)) for name in ("cos", "sin")]
     return Pair(*parts)
 
 

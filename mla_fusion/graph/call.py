@@ -238,6 +238,14 @@ class Call:
         result = form.function("product", *values, literals=literals, dtype=dtype)
         return form.expand(result, shape)
 
+    def plus(self, *values: Value) -> Value:
+        """The sum of the Values."""
+        return self.sum([(1, value) for value in values])
+
+    def times(self, *values: Value) -> Value:
+        """The product of the Values."""
+        return self.product([(value, 1) for value in values])
+
     def _function_if_overflow(self, value: Value, dtype: torch.dtype, name: str) -> Value:
         """Returns ``value`` if the dtype holds each of its integers; a function of it otherwise.
 

@@ -463,8 +463,7 @@ class Form:
         """
         if not is_open(size):
             return self.scaled(value, number(Fraction(size - less) ** power))
-        count = self.leaf(f"size {size}", (), torch.int64, False)
-        count = self.total([(1, count)], -less) if less else count
+        count = self.total([(1, self.leaf(f"size {size}", (), torch.int64, False))], -less)
         return self.product([(value, 1), (count, power)], ONE, value.dtype)
 
     def dot(self, left: Value, right: Value) -> Value:
@@ -491,7 +490,7 @@ class Form:
         numbers = filled_with(left), filled_with(right)
         shape = *left.shape[:-1], right.shape[-1]
         if numbers[0] is not None and numbers[1] is not None:
-            term = self.product([(numbers[0], 1), (numbers[1], 1)])
+            term = self.times(numbers[0], numbers[1])
             return self.expand(self.times_count(term, left.shape[-1]), shape)
         if right.weight and not left.model:  # no number is taken out of the kernel's x
             return self.make("dot", (left, right), None, shape, REAL)

@@ -165,8 +165,8 @@ def _(
     )
     if first.is_float or stride.is_float:
         raise Departs
-    positions = inner.product([(c.form.count(*c.shape), 1), (stride, 1)])
-    return c.form.cast(inner.sum([(1, positions), (1, first)]), c.dtype)
+    positions = inner.times(c.form.count(*c.shape), stride)
+    return c.form.cast(inner.plus(positions, first), c.dtype)
 
 
 @operator("roll")
