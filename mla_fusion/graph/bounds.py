@@ -81,7 +81,7 @@ def least(value: Value) -> float:
         return least(sources[0]) * (1 if is_open(count) else count)
     if op in ("reshape", "permute", "expand", "slice", "cast", "join"):
         return min(map(least, sources))
-    return 0.0 if op == "function" and literal[0] in ("abs", "exp", "relu", "sigmoid") else -inf
+    return 0.0 if value.function in ("abs", "exp", "relu", "sigmoid") else -inf
 
 
 def _remainders(terms: dict[Value, Fraction]) -> Iterator[tuple[Value, int]]:
@@ -89,7 +89,7 @@ def _remainders(terms: dict[Value, Fraction]) -> Iterator[tuple[Value, int]]:
     terms.
     """
     for quotient, times in [*terms.items()]:
-        if quotient.op == "function" and quotient.literal[0] == "quotient":
+        if quotient.function == "quotient":
             source, filled = quotient.sources[0], filled_with(quotient.sources[1])
             divisor = int(filled.literal[1].ratio) if filled is not None else 0
             if divisor > 0 and terms.get(source, 0) * divisor == -times:
@@ -162,7 +162,7 @@ def of(value: Value) -> Bounds | None:
         if len(known_bounds) < len(sources):
             return None
         return min(least for least, _ in known_bounds), max(most for _, most in known_bounds)
-    if op == "function" and literal[0] == "quotient":
+    if value.function == "quotient":
         inner, divisor_bounds = (of(source) for source in sources)
         if inner is not None and divisor_bounds is not None and divisor_bounds[0] > 0:
             quotients = [left // right for left, right in pairs(inner, divisor_bounds)]

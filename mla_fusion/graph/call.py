@@ -318,7 +318,7 @@ def _are_row_numbers(value: Value) -> bool:
     a block, and for sums of these.
     """
     value = strip(value, "gather", "cast", *MOVES)
-    if value.op == "function" and value.literal[0] == "quotient":
+    if value.function == "quotient":
         return _are_row_numbers(value.sources[0])
     if value.op == "product":
         factors = [value.literal[1].ratio] if value.literal[0] == (1,) else []

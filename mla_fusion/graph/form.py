@@ -113,6 +113,12 @@ class Value:
         return self.op == "product" and not self.sources
 
     @property
+    def function(self) -> str:
+        """The name of a function; "" for any other operation."""
+        name: str = self.literal[0] if self.op == "function" else ""
+        return name
+
+    @property
     def is_float(self) -> bool:
         return self.dtype.is_floating_point
 
@@ -1047,7 +1053,7 @@ def _is_power(value: Value) -> bool:
 
 def _is_outer(value: Value) -> bool:
     """True for a float product of scales of rows and scales of columns, none of them active."""
-    is_product = value.op == "function" and value.literal[0] == "product"
+    is_product = value.function == "product"
     return is_product and all(source.shape != value.shape for source in value.sources)
 
 
@@ -1069,7 +1075,7 @@ def _is_dequantised(value: Value) -> bool:
 def _is_quantised(rows: Value) -> bool:
     """True if the rows have one byte an element, by their dtype or as a quantising function."""
     rows = strip(rows, "reshape", "expand")
-    is_quantised = rows.op == "function" and rows.literal[0] in BYTES
+    is_quantised = rows.function in BYTES
     return is_quantised or rows.dtype.itemsize == 1
 
 

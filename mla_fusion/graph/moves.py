@@ -35,7 +35,7 @@ _SCALE_CODES = frozenset((torch.uint8, torch.float8_e8m0fnu))
 def _reinterpret(c: Call, x: Value, dtype: torch.dtype) -> Value:
     """The same bytes as elements of another dtype."""
     inner = strip(x, "reshape", "permute", "slice")
-    is_scale = inner.op == "function" and inner.literal[0] == "power of two"
+    is_scale = inner.function == "power of two"
     if dtype.itemsize == 1 and (is_scale or {x.dtype, dtype} <= _SCALE_CODES):
         return x  # both dtypes hold the codes of scales
     if dtype.itemsize > 1 or not x.active or x.shape[-1:] == c.shape[-1:]:

@@ -53,7 +53,7 @@ def is_size(value: Value) -> bool:
     inner = strip(value, *_VIEWS)
     if inner.op == "product" and inner.literal[0] == (1,):
         inner = strip(inner.sources[0], *_VIEWS)
-    return inner.op == "function" and inner.literal[0] == "largest"
+    return inner.function == "largest"
 
 
 def _rounding_state(value: Value) -> tuple[Value, bool, float, float]:
@@ -61,7 +61,7 @@ def _rounding_state(value: Value) -> tuple[Value, bool, float, float]:
 
     Any other Value is its own source, not rounded, between infinities.
     """
-    if value.op == "function" and value.literal[0] == "whole":
+    if value.function == "whole":
         return (value.sources[0], *value.literal[1])
     return value, False, -inf, inf
 
@@ -107,7 +107,7 @@ def _is_within_steps(form: Form, value: Value) -> bool:
             other_factors = [pair for pair in pairs if pair[0] is not factor]
             rows = form.expand(form.product(other_factors, times), value.shape)
             row_number, inner = form.split(rows)
-            if inner.op == "function" and inner.literal[0] == "clip":
+            if inner.function == "clip":
                 ratio, size = form.split(inner.sources[1])
                 if (
                     size is factor
@@ -131,7 +131,7 @@ def cast(c: Call, value: Any, dtype: torch.dtype) -> Value:
     if not value.active or dtype.itemsize > 1 or dtype == torch.bool:
         if value.active and dtype.is_floating_point:
             return value
-        if value.op == "function" and value.literal[0] == INT8.name:
+        if value.function == INT8.name:
             return value  # every wider dtype holds these integers
         if value.active and dtype in (torch.int32, torch.int64) and _rounding_state(value)[1]:
             form.assumed.append("rounded rows are below 2**31")
@@ -298,7 +298,7 @@ def _(c: Call, x: Value, dim: Any = None, keepdim: bool = False, other: Any = No
     if not x.active or dim in (None, []) or axes_of(x, dim) != [len(x.shape) - 1]:
         raise Departs
     form = c.form
-    if c.name in ("amax", "max") and x.op == "function" and x.literal[0] == "abs":
+    if c.name in ("amax", "max") and x.function == "abs":
         maximum = largest(form, x.sources[0])
     elif c.name in ("amax", "max"):
         maximum = _row_maximum(form, x)
@@ -335,7 +335,7 @@ def _greater(c: Call, x: Any, other: Any) -> Value:
             maximum = largest(form, row_sources[0])  # type: ignore[arg-type]
             return form.reshape(maximum, first.shape)
     for value, limit_of in ((first, second), (second, first)):  # minimum(maximum(v, -limit), limit)
-        if value.op == "function" and value.literal[0] == opposite:
+        if value.function == opposite:
             for inner, bound_value in (value.sources, value.sources[::-1]):
                 if form.negated(bound_value) is limit_of:
                     upper_bound = bound_value if is_most else limit_of
@@ -347,10 +347,10 @@ def _greater(c: Call, x: Any, other: Any) -> Value:
 def _rows_of_maximum(value: Value) -> Value | None:
     """The rows whose greatest element a Value is; None for other Values."""
     inner = strip_reshapes(value)
-    if inner.op != "function" or inner.literal[0] != "greatest":
+    if inner.function != "greatest":
         return None
     elements = strip(inner.sources[0], "reshape", "reduce")
-    return elements.sources[0] if elements.op == "function" else None
+    return elements.sources[0] if elements.function else None
 
 
 @operator("eq", "ne", "gt", "ge", "lt", "le")
@@ -372,8 +372,7 @@ def without_zero_guard(c: Call, condition: Value, if_true: Value, if_false: Valu
 
     None for any other ``where``. That no row is 0 throughout is listed as assumed.
     """
-    comparison = condition.literal[0] if condition.op == "function" else ""
-    sides = condition.sources
+    comparison, sides = condition.function, condition.sources
     if comparison not in _IS_ZERO | _IS_NONZERO or len(sides) != 2:
         return None
     nonzero = if_false if comparison in _IS_ZERO else if_true
