@@ -108,7 +108,7 @@ def run(
             default_device_cpu(),
             use_cpu_threads(1) as usual,
         ):
-            report = _run_or_report_defect(gm, config, builder, usual, boundary)
+            report = _run_or_report_defect(gm, report, builder, usual, boundary)
     report.nodes_before = count
     report.timings["total"] = perf_counter() - start_time
     report.nodes_after = len(gm.graph.nodes)
@@ -150,15 +150,14 @@ def _check_graph(gm: object) -> None:
 
 
 def _run_or_report_defect(
-    gm: GraphModule, config: Config, builder: BuilderOf | None, usual_threads: int, boundary: bool
+    gm: GraphModule, report: Report, builder: BuilderOf | None, usual_threads: int, boundary: bool
 ) -> Report:
-    """Returns the report. After a defect, the graph is unchanged and one rejection names the
-    defect.
+    """Fills the report, and returns it. After a defect, the graph is unchanged, and the only
+    rejection of a new report names the defect.
     """
-    annotated_nodes: list[Node] = []
+    config, annotated_nodes = report.config, list[Node]()
     try:
         annotated_nodes = describe_attributes(gm)
-        report = Report(config, committed=builder is not None)
         form = normalised(gm)
         form = take_apart(form) if boundary else form
         one_pass = Pass(form, config, boundary, usual_threads, report)
@@ -166,12 +165,10 @@ def _run_or_report_defect(
         if one_pass.plans and builder is not None:
             one_pass.commit(gm, builder)
         return report
-    except SkipError:
-        raise
     except Exception as error:
         reason = _defect(error, config)
         rejections = [Rejection(reason.code, message(reason.code, reason.detail))]
-        return Report(config, rejected=rejections, committed=builder is not None)
+        return Report(config, rejected=rejections, committed=report.committed)
     finally:
         for node in annotated_nodes:
             del node.meta["val"]
@@ -216,14 +213,10 @@ class Pass:
                     self._planner.taken_writes.update(
                         write.value for write in plan.caches.writes.values()
                     )
-            except Departure as refusal:
+            except Exception as error:  # the graph is unchanged: the others go on
+                refusal = error if isinstance(error, Departure) else _defect(error, self.config)
                 refusal.site = refusal.site or tuple(proposal.products)  # type: ignore[union-attr]
                 departures.append(refusal)
-            except Exception as error:  # the graph is unchanged: the others go on
-                defect = _defect(error, self.config)
-                if not isinstance(proposal, Departure):
-                    defect.site = tuple(proposal.products)
-                departures.append(defect)
             self._clock.stop("plan")
         departures += self._choose_plans([*outcomes])
         places = {node: place for place, node in enumerate(self.graph.gm.graph.nodes)}
