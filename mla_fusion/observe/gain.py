@@ -12,9 +12,11 @@ from typing import Any
 
 import torch
 
+from mla_fusion.fx.sizes import has_symbols
 from mla_fusion.machine import Machine
 from mla_fusion.meta import CallExplanation, ContractError, explain_call
 from mla_fusion.observe.outline import outline
+from mla_fusion.plan.plan import Plan
 from mla_fusion.report.staging import Leftover
 
 # No figure for a launch is published. A small fused vector kernel that moves hardly any bytes
@@ -25,22 +27,14 @@ LAUNCH = 3.5e-6
 BYTES_PER_SECOND = {"A3": 1.6e12}
 
 
-def seconds_saved(
-    tokens: int,
-    axes: dict[str, Any],
-    modes: tuple[int, int],
-    leaves: Sequence[Leftover],
-    machine: Machine,
-    is_identity: bool,
-) -> float | None:
+def seconds_saved(plan: Plan, leaves: Sequence[Leftover], machine: Machine) -> float | None:
     """Returns the estimated seconds that a call saves, or None if the call cannot be explained.
 
-    axes         sizes of the call, by name
-    modes        weight_quant_mode and kv_cache_quant_mode
-    leaves       what a staged plan leaves in the graph; it runs unfused too
-    is_identity  True if only the kernel multiplies by W_uk
+    leaves  what a staged plan leaves in the graph; it runs unfused too
     """
-    call = _explain_call(machine, tokens, *modes, **axes)
+    tokens = 1 if has_symbols([plan.tokens]) else plan.proposal.x.shape[0]
+    axes = plan.dims | {"N": plan.dims.get("N_padded", plan.dims["N"])}
+    call = _explain_call(machine, tokens, *plan.modes, **axes)
     if call is None:
         return None
     launches = call.unfused.kernels - call.fused.kernels
@@ -52,7 +46,7 @@ def seconds_saved(
         if item.what != "cache writes":
             launches -= item.launches
             bytes_saved -= tokens * item.bytes_per_token
-    if is_identity:
+    if plan.proposal.identity_reason is not None:  # only the kernel multiplies by W_uk
         launches -= 1
         row_size = axes["D"] + axes["Hckv"]
         bytes_saved -= 2 * axes["N"] * (axes["D"] * axes["Hckv"] + tokens * row_size)

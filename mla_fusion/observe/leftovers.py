@@ -6,55 +6,67 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator
 
 from torch.fx import Node
 
 from mla_fusion.fx.kinds import has_effect, is_getitem, is_view, is_writer, op_name, word
 from mla_fusion.fx.sizes import has_symbols
 from mla_fusion.fx.walk import INPUTS, origin, reached, views_and_writers
+from mla_fusion.graph.form import nearest, strip_reshapes
+from mla_fusion.plan.caches import Staged
+from mla_fusion.plan.plan import Plan
 from mla_fusion.plan.region import nodes_between
 from mla_fusion.report.staging import Leftover
 
-Bound = Callable[[Sequence[Any]], tuple[int, ...]]
 _BFLOAT16 = 2  # bytes
 _MOST_NODES = 64  # most nodes between the new rows and their caches
 # operators that write a slice back into what it was taken from
 _PUT_BACK = ("slice_scatter", "select_scatter", "copy_")
 
 
-def staging_leftovers(
-    rows: Mapping[Node, bool], rotated: Sequence[int], width: int, tokens: int, bound: Bound
-) -> tuple[Leftover, ...]:
-    """Returns what a staged fusion leaves in the graph or adds to it.
-
-    rows     nodes that hold new rows, and whether each joins the rows of both caches
-    rotated  for each result that is re-interleaved, how many numbers a token has
-    width    how many numbers the rows of a token have
-    bound    returns a shape as numbers
-    """
-    count = len(rotated)
-    row_bytes, rotated_bytes = (2 * numbers * _BFLOAT16 for numbers in (width, sum(rotated)))
+def leftovers_of(plan: Plan) -> tuple[Leftover, ...]:
+    """Returns what a staged plan leaves in the graph or adds to it; nothing for a plan in place."""
+    if not isinstance(plan.caches, Staged):
+        return ()
+    dims, rotation = plan.dims, plan.proposal.rotation
+    # query_rope and k_pe
+    count = 2 if rotation is not None and rotation[1] == "interleaved" else 0
+    widths = dims["Hckv"] + dims["Dr"], (dims["N"] + 1) * dims["Dr"]  # numbers of a token
+    row_bytes, rotated_bytes = (2 * width * _BFLOAT16 for width in widths)
     parts = (
         Leftover("staging buffers", ("aten.new_empty",) * 2, 2, row_bytes),
         Leftover("re-interleaving", ("aten.transpose",) * count, count, rotated_bytes),
-        _cache_writes(rows, tokens, bound),
+        _cache_writes(plan),
     )
     return tuple(part for part in parts if part.operators)
 
 
-def count_replaced(starts: Sequence[Node], ends: Iterable[Node], rows: Iterable[Node]) -> int:
-    """Returns how many operators compute ``starts`` from ``ends``, or write ``rows`` to caches.
+def count_replaced(plan: Plan) -> int:
+    """Returns how many operators compute what a plan replaces, or write new rows to caches.
 
     Views do not count.
     """
-    nodes = nodes_between(starts, ends).union(_nodes_to_caches(rows))
+    nodes = nodes_between([*plan.replaced], plan.inputs).union(_nodes_to_caches(_new_rows(plan)))
     return sum(not _is_view_only(node) for node in nodes)
 
 
-def _cache_writes(rows: Mapping[Node, bool], tokens: int, bound: Bound) -> Leftover:
+def _new_rows(plan: Plan) -> dict[Node, bool]:
+    """Returns the nodes that hold the new rows of a staged plan, and whether each joins both
+    rows.
+    """
+    rows = {plan.proposal.results.kv_rows, plan.proposal.results.kr_rows}
+    names = rows.union(plan.results.values())
+    return {
+        node: strip_reshapes(value).op == "join"
+        for node, value in plan.replaced.items()
+        if not rows.isdisjoint(nearest([value], names))
+    }
+
+
+def _cache_writes(plan: Plan) -> Leftover:
     """Returns the model's own steps from the new rows to the caches."""
+    rows, tokens = _new_rows(plan), max(plan.proposal.x.shape[0], 1)
     to_caches = _nodes_to_caches(rows)
     new_nodes = {*rows, *to_caches}
     joining = [node for node, is_joined in rows.items() if is_joined]
@@ -67,7 +79,7 @@ def _cache_writes(rows: Mapping[Node, bool], tokens: int, bound: Bound) -> Lefto
             caches.update(_written_caches(node))
         else:
             moved.append(node)
-    token_bytes = sum(2 * _bytes(bound, node) for node in moved) // tokens
+    token_bytes = sum(2 * _bytes(plan, node) for node in moved) // tokens
     tensors = [cache.meta["val"] for cache in caches]
     is_open = any(has_symbols(tensor.shape) for tensor in tensors)
     bytes_by_cache = (tensor.itemsize * math.prod(tensor.shape) for tensor in tensors)
@@ -136,7 +148,9 @@ def _written_caches(writer: Node) -> Iterator[Node]:
             yield node
 
 
-def _bytes(bound: Bound, node: Node) -> int:
+def _bytes(plan: Plan, node: Node) -> int:
     """Returns the bytes of what a node holds."""
     value = node.meta["val"]
-    return math.prod(bound(value.shape)) * value.element_size() if hasattr(value, "shape") else 0
+    if not hasattr(value, "shape"):
+        return 0
+    return math.prod(plan.graph.shape(value.shape)) * value.element_size()

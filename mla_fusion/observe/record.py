@@ -20,11 +20,11 @@ from mla_fusion.fx.kinds import is_mutating, op_name, word
 from mla_fusion.fx.sizes import has_symbols, is_empty
 from mla_fusion.fx.walk import upward, views_and_writes
 from mla_fusion.graph.departure import Departure
-from mla_fusion.graph.form import Value, nearest, strip_reshapes
+from mla_fusion.graph.form import Value
 from mla_fusion.graph.read import Graph
 from mla_fusion.machine import is_for_ge
-from mla_fusion.observe import leftovers
 from mla_fusion.observe.gain import seconds_saved
+from mla_fusion.observe.leftovers import count_replaced, leftovers_of
 from mla_fusion.plan.caches import Staged
 from mla_fusion.plan.contract import OPERATOR
 from mla_fusion.plan.outputs import first_nodes
@@ -34,7 +34,7 @@ from mla_fusion.propose.norms import radicands
 from mla_fusion.propose.sites import Projections
 from mla_fusion.report.rejection import Rejection, message
 from mla_fusion.report.report import Fusion, Report
-from mla_fusion.report.staging import REMEDIES, Leftover, StagedBy
+from mla_fusion.report.staging import REMEDIES, StagedBy
 from mla_fusion.report.text_tables import size
 from mla_fusion.witness.compare import Outcome
 
@@ -52,7 +52,7 @@ class Record:
         outcome  the outcome of verification
         """
         leaves = leftovers_of(plan)
-        gain = _seconds_saved(plan, leaves, self._config)
+        gain = seconds_saved(plan, leaves, self._config.machine)
         warnings = (*plan.warnings, *_ge_copy_warnings(plan))
         self._report.fused.append(
             Fusion(
@@ -63,9 +63,7 @@ class Record:
                 placement=self._placement(plan),
                 staged_by=self._staged_by(plan),
                 leaves=leaves,
-                operators_before=leftovers.count_replaced(
-                    [*plan.replaced], plan.inputs, _new_rows(plan)
-                ),
+                operators_before=count_replaced(plan),
                 operators_after=1 + sum(item.launches for item in leaves),
                 saves="" if gain is None else f"up to {max(gain, 0) * 1e6:.0f} us less a call",
                 warnings=tuple(map(self._labels, warnings)),
@@ -92,7 +90,7 @@ class Record:
         caches = plan.caches
         if not isinstance(caches, Staged) or self._config.staging == "always":
             return
-        gain = _seconds_saved(plan, leftovers_of(plan), self._config)
+        gain = seconds_saved(plan, leftovers_of(plan), self._config.machine)
         if gain is not None and gain <= 0:
             obstacles = ", ".join(
                 f"[{obstacle.code}] {obstacle.message}" for obstacle in caches.obstacles
@@ -205,39 +203,6 @@ def _describe_rotation(plan: Plan) -> str:
         return "none: cos is 1, sin is 0"
     suffix = ", stored as halves" if plan.warnings else ""
     return f"{rotation[0]} in, {rotation[1]} out{suffix}"
-
-
-def _new_rows(plan: Plan) -> dict[Node, bool]:
-    """Returns the nodes that hold the new rows of a staged plan, and whether each joins both
-    rows.
-    """
-    rows = {plan.proposal.results.kv_rows, plan.proposal.results.kr_rows}
-    names = rows.union(plan.results.values())
-    return {
-        node: strip_reshapes(value).op == "join"
-        for node, value in plan.replaced.items()
-        if not rows.isdisjoint(nearest([value], names))
-    }
-
-
-def leftovers_of(plan: Plan) -> tuple[Leftover, ...]:
-    """Returns what a staged plan leaves in the graph. It is empty for a plan in place."""
-    if not isinstance(plan.caches, Staged):
-        return ()
-    dims, rotation = plan.dims, plan.proposal.rotation
-    rope, rotated = dims["Dr"], list[int]()
-    if rotation is not None and rotation[1] == "interleaved":
-        rotated = [dims["N"] * rope, rope]  # query_rope and k_pe
-    width, tokens = dims["Hckv"] + rope, max(plan.proposal.x.shape[0], 1)
-    return leftovers.staging_leftovers(_new_rows(plan), rotated, width, tokens, plan.graph.shape)
-
-
-def _seconds_saved(plan: Plan, leaves: Sequence[Leftover], config: Config) -> float | None:
-    """Returns the estimated seconds that a call of the plan saves, or None."""
-    tokens = 1 if has_symbols([plan.tokens]) else plan.proposal.x.shape[0]
-    is_identity = plan.proposal.identity_reason is not None
-    axes = plan.dims | {"N": plan.dims.get("N_padded", plan.dims["N"])}
-    return seconds_saved(tokens, axes, plan.modes, leaves, config.machine, is_identity)
 
 
 def _ge_copy_warnings(plan: Plan) -> Iterator[str]:
