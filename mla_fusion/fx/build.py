@@ -203,8 +203,9 @@ class GraphBuilder(Builder):
     def call_again(self, key: object, op: Any, *args: Any, **kwargs: Any) -> Node:
         results = self._results.get(key)
         if results is not None:
-            with without_modes():  # several times as fast as the operator in the graph's mode
-                return self.insert(op, args, kwargs, tuple(map(_another, results)))
+            # several times as fast as the operator in the graph's mode
+            copies = tuple(_another(part, part.fake_mode) for part in results)
+            return self.insert(op, args, kwargs, copies)
         node = self.call(op, *args, **kwargs)
         results = node.meta["val"]
         if all(isinstance(part, FakeTensor) and not has_symbols(part.shape) for part in results):
@@ -343,12 +344,6 @@ class GraphBuilder(Builder):
         return shared
 
 
-def _another(tensor: FakeTensor) -> FakeTensor:
-    """Returns a fake tensor like this one, in memory of its own."""
-    memory = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-    return FakeTensor(tensor.fake_mode, memory, tensor.device)
-
-
 def describe_attributes(gm: GraphModule) -> list[Node]:
     """Adds meta values that the tracer left out, and returns the nodes that got one.
 
@@ -376,9 +371,13 @@ def fake_mode_of(graph: Graph) -> Any:
 
 def faked(value: Any, mode: Any) -> Any:
     """Returns a tensor of the graph in this mode: the same, or a new one like it."""
-    if getattr(value, "fake_mode", mode) is mode:
-        return value
-    with mode:
-        return torch.empty_strided(
-            value.shape, value.stride(), dtype=value.dtype, device=value.device
+    return value if getattr(value, "fake_mode", mode) is mode else _another(value, mode)
+
+
+def _another(tensor: torch.Tensor, mode: Any) -> FakeTensor:
+    """Returns a fake tensor like this one, in this mode and in memory of its own."""
+    with without_modes():
+        memory = torch.empty_strided(
+            tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta"
         )
+        return FakeTensor(mode, memory, tensor.device)
