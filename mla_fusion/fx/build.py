@@ -212,12 +212,10 @@ class GraphBuilder(Builder):
             self._results[key] = results
         return node
 
-    def insert(self, op: Any, args: Any, kwargs: Any, value: Any) -> Node:
-        """Returns a call whose meta value is known."""
-        return self._create("call_function", op, args, kwargs, value)
-
-    def _create(self, op: str, target: Any, args: Any, kwargs: Any, value: Any) -> Node:
-        """Returns a new node before the point, with its meta value."""
+    def insert(
+        self, target: Any, args: Any, kwargs: Any, value: Any, op: str = "call_function"
+    ) -> Node:
+        """Returns a new node before the point, a call or another ``op``, with its meta value."""
         graph, point = self.gm.graph, self._point
         # what torch.fx would name it
         name = self.free_name(str(getattr(target, "__name__", target)).replace(".", "_"))
@@ -332,7 +330,7 @@ class GraphBuilder(Builder):
         self.constants[name] = tensor
         mode, device = self._fake_mode, like.meta["val"].device
         value = tensor if mode is None else mode.from_tensor(tensor, static_shapes=True)
-        node = self._create("get_attr", name, (), {}, value)
+        node = self.insert(name, (), {}, value, "get_attr")
         if device.type == "cpu":
             return node
         return self.call(aten._to_copy.default, node, device=device)
