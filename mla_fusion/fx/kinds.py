@@ -139,10 +139,7 @@ class Signature:
             target,
             name,
             name.rpartition("::")[2],
-            tuple(
-                (argument.name, argument.default_value if argument.has_default_value() else None)
-                for argument in schema.arguments
-            ),
+            tuple((argument.name, argument.default_value) for argument in schema.arguments),
             is_mutable,
             is_mutable and name.endswith("_"),
             bool(target.is_view),
@@ -194,16 +191,12 @@ def argument(node: Node, name: str, default: Any = None) -> Any:
     AOT autograd drops arguments that equal the default. Defaults differ by operator (epsilon: 1e-6
     in npu_rms_norm, 1e-5 in npu_mla_prolog), so none is assumed.
     """
-    target = node.target
-    if isinstance(target, OpOverload):
-        for position, arg in enumerate(schema_of(target).arguments):
-            if arg.name == name:
-                if name in node.kwargs:
-                    return node.kwargs[name]
-                if position < len(node.args) and not arg.kwarg_only:
-                    return node.args[position]
-                return arg.default_value if arg.has_default_value() else default
-    return node.kwargs.get(name, default)
+    if name in node.kwargs:
+        return node.kwargs[name]
+    for position, (other_name, schema_default) in enumerate(signature(node.target).arguments):
+        if other_name == name:
+            return node.args[position] if position < len(node.args) else schema_default
+    return default
 
 
 # -- what the operator does
