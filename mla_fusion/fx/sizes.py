@@ -25,7 +25,7 @@ from mla_fusion.compat import (
 )
 from mla_fusion.fx.kinds import shape_of, value_of
 
-_PRIMES = (5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53, 59, 61, 67, 71, 73)
+_PRIMES = tuple(sympy.primerange(5, 74))
 _FEW = (3, 4, 2)
 
 
