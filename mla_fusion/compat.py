@@ -9,8 +9,9 @@
 * ``modes.py``: the state of torch that belongs to the caller
 * ``_autoload.py``: imported before torch
 
-Modules that ``import torch`` loads are imported here at the top. Others are loaded on first use, so
-that ``import mla_fusion`` stays light.
+Names that are imported here and not used are torch's as they are. Modules that ``import torch``
+loads are imported here at the top. Others are loaded on first use, so that ``import mla_fusion``
+stays light.
 """
 
 from __future__ import annotations
@@ -48,33 +49,6 @@ if TYPE_CHECKING:
     from torch.fx.experimental.proxy_tensor import make_fx
     from torch.fx.experimental.symbolic_shapes import statically_known_true
     from torch.utils._sympy.functions import CeilToInt, FloorDiv, IntTrueDiv, Mod
-
-__all__ = [  # names of torch as they are; this file has functions besides
-    "BackendCompilerFailed",
-    "CeilToInt",
-    "DispatchKey",
-    "FakeTensor",
-    "FakeTensorMode",
-    "FloorDiv",
-    "HigherOrderOperator",
-    "IntTrueDiv",
-    "Mod",
-    "OpOverload",
-    "OpOverloadPacket",
-    "TorchDispatchMode",
-    "TorchRuntimeError",
-    "Unsupported",
-    "aot_autograd",
-    "aot_module_simplified",
-    "make_fx",
-    "statically_known_true",
-    "tree_leaves",
-    "tree_map",
-    "tree_map_only",
-    "without_autocast",
-    "without_fake_mode",
-    "without_modes",
-]
 
 _LATE = {  # loaded on first use
     "BackendCompilerFailed": "torch._dynamo.exc",
