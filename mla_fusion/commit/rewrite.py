@@ -91,12 +91,6 @@ class Writer:
             if node in self.partition.kept and node.op != "placeholder":
                 self.b.value(node)
 
-    def copy_as_input(self, node: Node) -> None:
-        """Makes the copy of a node an input of the new graph, for drawn values."""
-        if node.op != "placeholder":
-            copy = self.b.copies[node] = self.b.gm.graph.placeholder(node.name)
-            copy.meta.update(node.meta)
-
     def _write_hidden_caches(self) -> None:
         """Copies the results into caches that the model's operator wrote against its schema."""
         for plan in self._plans:

@@ -89,8 +89,11 @@ def _compare_plan(plan: Plan) -> Outcome:
     writer = Writer(graph, partition, [plan], GraphBuilder(new_module, old_graph))
     for node in old_graph.find_nodes(op="placeholder"):
         writer.b.value(node)
-    for node in x_roles:
-        writer.copy_as_input(node)
+    copies = writer.b.copies
+    for node in x_roles:  # the values of these are drawn
+        if node.op != "placeholder":
+            copy = copies[node] = new_module.graph.placeholder(node.name)
+            copy.meta.update(node.meta)
     with writer.b.propagating():
         new_nodes = {node: writer.write_replaced(node) for node in plan.replaced}
     new_module.graph.output(tuple(new_nodes.values()))
@@ -110,7 +113,6 @@ def _compare_plan(plan: Plan) -> Outcome:
             block_size = graph.sizes[slot_block_size]
         elif slot_block_size and not is_open(slot_block_size):
             block_size = slot_block_size
-    copies = writer.b.copies
     cut = {node: copies[node] for node in roles if node.op != "placeholder" and node in copies}
     return compare(
         old_graph,
