@@ -27,7 +27,7 @@ from mla_fusion.fx.kinds import filled_with, is_random, is_reshape, shape_of, va
 from mla_fusion.fx.module_path import label
 from mla_fusion.fx.sizes import has_symbols, is_size, is_symbolic, same, same_shape
 from mla_fusion.fx.vector_numbers import Exact
-from mla_fusion.fx.walk import nodes_between
+from mla_fusion.fx.walk import is_copy_into, nodes_between
 from mla_fusion.graph.lower import Lowering
 from mla_fusion.graph.pools import part_of
 from mla_fusion.machine import for_ge
@@ -212,7 +212,7 @@ class BoundaryBuilder(GraphBuilder):
         for original, viewed in self._viewed_caches.items():
             cache = self.copies[original]
             for user in list(cache.users):
-                if word(user) == "copy_" and user.args[0] is cache:
+                if is_copy_into(user, cache):
                     result: Any = user.args[1]
                     if is_reshape(result) and same_shape(
                         shape_of(result.args[0]), shape_of(viewed)

@@ -12,7 +12,7 @@ from torch.fx import Node
 
 from mla_fusion.fx.kinds import has_effect, is_getitem, is_view, is_writer, op_name, word
 from mla_fusion.fx.sizes import has_symbols
-from mla_fusion.fx.walk import INPUTS, origin, reached, views_and_writers
+from mla_fusion.fx.walk import INPUTS, is_copy_into, origin, reached, views_and_writers
 from mla_fusion.graph.form import nearest, strip_reshapes
 from mla_fusion.plan.caches import Staged
 from mla_fusion.plan.plan import Plan
@@ -142,9 +142,7 @@ def _written_caches(writer: Node) -> Iterator[Node]:
     """Yields the inputs of the graph that a writer changes."""
     for operand in writer.all_input_nodes:
         node = origin(operand, views_and_writers)
-        if node.op in INPUTS and any(
-            word(user) == "copy_" and user.args[0] is node for user in node.users
-        ):
+        if node.op in INPUTS and any(is_copy_into(user, node) for user in node.users):
             yield node
 
 

@@ -16,9 +16,9 @@ from mla_fusion.config import Config
 from mla_fusion.exact.field import POINTS
 from mla_fusion.exact.prove import CHANCE
 from mla_fusion.fx import module_path, registered
-from mla_fusion.fx.kinds import is_mutating, op_name, word
+from mla_fusion.fx.kinds import is_mutating, op_name
 from mla_fusion.fx.sizes import has_symbols, is_empty
-from mla_fusion.fx.walk import upward, views_and_writes
+from mla_fusion.fx.walk import is_copy_into, upward, views_and_writes
 from mla_fusion.graph.departure import Departure
 from mla_fusion.graph.form import Value
 from mla_fusion.graph.read import Graph
@@ -224,7 +224,7 @@ def _is_written_back(plan: Plan, cache: Node) -> bool:
     """Returns True if the model writes this input. False: it returns a new cache."""
     if cache in plan.graph.hidden:
         return True
-    if any(word(user) == "copy_" and user.args[0] is cache for user in cache.users):
+    if any(is_copy_into(user, cache) for user in cache.users):
         return True
     writes = plan.caches.writes.values()
     written_values = {write.value for write in writes if write.cache is cache}
