@@ -20,7 +20,7 @@ from torch.fx import Graph, GraphModule, Node
 from mla_fusion.compat import expression_of, storage_id
 from mla_fusion.compile.adapted import Adapted, Adaptor, SlotCheck, Viewed
 from mla_fusion.compile.dynamo import differs_by_call, mark_numbers
-from mla_fusion.compile.inplace import ready_to_run, runs_fx_graph
+from mla_fusion.compile.inplace import make_ready_to_run, runs_fx_graph
 from mla_fusion.config import Config
 from mla_fusion.fx.build import Builder, GraphBuilder, Recipe
 from mla_fusion.fx.kinds import filled_with, is_random, is_reshape, shape_of, value_of, word
@@ -364,8 +364,8 @@ def fuse_for_torchair(
         config = replace(config, strides="kernel")
     with for_ge(not runs_fx):
         fused = fuse_with_boundary(gm, inputs, config, arguments)
-    if runs_fx and ready_to_run(gm.graph):
-        gm.recompile()
+    if runs_fx:
+        make_ready_to_run(gm)
     return fused
 
 

@@ -21,7 +21,7 @@ from torch.fx import Graph, GraphModule
 
 from mla_fusion._version import __version__
 from mla_fusion.compile import inductor_bridge
-from mla_fusion.compile.inplace import ready_to_run, runs_fx_graph
+from mla_fusion.compile.inplace import make_ready_to_run, runs_fx_graph
 from mla_fusion.config import Config
 from mla_fusion.fx import registered
 from mla_fusion.machine import for_ge
@@ -186,5 +186,5 @@ def apply(
     if report.fused and isinstance(graph, Graph):
         inductor_bridge.finish(gm.graph)
         gm.recompile()
-    if runs_fx and ready_to_run(gm.graph):
-        gm.recompile()
+    if runs_fx:
+        make_ready_to_run(gm)

@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterator
 from typing import Any, NamedTuple
 
 import torch
-from torch.fx import Graph, Node
+from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from mla_fusion.compat import OpOverload, storage_id
@@ -53,22 +53,21 @@ def write_in_place(graph: Graph) -> int:
     return sum(map(_write_in_place, _functional_calls(graph)))
 
 
-def ready_to_run(graph: Graph) -> int:
-    """Prepares a graph with kernel calls for npugraph_ex. Returns how many nodes were changed.
+def make_ready_to_run(gm: GraphModule) -> None:
+    """Prepares a graph with kernel calls for npugraph_ex.
 
     Copies that the graph returns stay copies, and calls on caches that are made in the graph become
     calls in place. torchair makes the other calls in place.
     """
-    kept = _keep_returned_copies(graph)
-    calls = _functional_calls(graph)
-    return kept + sum(
-        _write_in_place(call) for call in calls if any(map(_is_buffer, call.caches.values()))
-    )
+    _keep_returned_copies(gm.graph)
+    for call in _functional_calls(gm.graph):
+        if any(map(_is_buffer, call.caches.values())):
+            _write_in_place(call)
+    gm.recompile()
 
 
-def _keep_returned_copies(graph: Graph) -> int:
-    """Keeps torchair from removing copies of written caches that the graph returns. Returns how
-    many.
+def _keep_returned_copies(graph: Graph) -> None:
+    """Keeps torchair from removing copies of written caches that the graph returns.
 
     torchair removes operators that change nothing (a clone, a cat of one tensor). That is right as
     long as the kernel returns a cache of its own. But then torchair lets the kernel write in place,
@@ -88,7 +87,7 @@ def _keep_returned_copies(graph: Graph) -> int:
         if node in caches_written
     }
     if not results:
-        return 0
+        return
     noops, end, kept = inductor_bridge.noops(), graph.output_node(), dict[Node, Node]()
 
     def keep(node: Node) -> Node:
@@ -100,7 +99,6 @@ def _keep_returned_copies(graph: Graph) -> int:
         return kept.get(node, node)
 
     end.args = map_arg(end.args, keep)
-    return len(kept)
 
 
 def _upward_through(node: Node, noops: Collection[Any]) -> Iterator[Node]:
