@@ -129,7 +129,7 @@ class Fusion:
         return cost
 
 
-@dataclass(repr=False)
+@dataclass(repr=False, eq=False)
 class Report:
     """What the pass did to one graph. Printing it gives a summary.
 

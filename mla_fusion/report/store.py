@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from functools import cache
 from pathlib import Path
-from weakref import WeakValueDictionary
+from weakref import WeakKeyDictionary
 
 from mla_fusion.machine import set_inside
 from mla_fusion.report.report import Report
@@ -27,7 +27,8 @@ log = logging.getLogger("mla_fusion")
 _REPORTS: deque[Report] = deque(maxlen=256)
 _folder: ContextVar[Path | None] = ContextVar("mla_fusion_report", default=None)
 _numbers = itertools.count(1)
-_written: WeakValueDictionary[tuple[Path, int], Report] = WeakValueDictionary()
+# by report and folder: the number of its files, which a report that is completed later replaces
+_numbers_of: WeakKeyDictionary[Report, dict[Path, int]] = WeakKeyDictionary()
 _warn_once = cache(log.warning)
 
 
@@ -53,30 +54,19 @@ def save_report(report: Report) -> None:
     A report that was written before keeps its number.
     """
     requested = (_folder.get(), os.environ.get(VARIABLE))
+    numbers = _numbers_of.setdefault(report, {})
     folders = [Path(folder).absolute() for folder in requested if folder]
-    folders += [folder for (folder, _), written in _written.items() if written is report]
-    for folder in dict.fromkeys(folders):
-        _write_files(report, folder)
+    for folder in dict.fromkeys([*folders, *numbers]):
+        if folder not in numbers:
+            numbers[folder] = next(_numbers)
+        _write_files(report, folder / f"mla_fusion_{os.getpid()}_{numbers[folder]:03d}")
 
 
-def _write_files(report: Report, folder: Path) -> None:
-    """Writes the report to one folder. Logs a warning, once, if the folder cannot be written."""
-    stem = folder / f"mla_fusion_{os.getpid()}_{_number(report, folder):03d}"
+def _write_files(report: Report, stem: Path) -> None:
+    """Writes the report to files of this name. Logs a warning, once, if they cannot be written."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        stem.parent.mkdir(parents=True, exist_ok=True)
         stem.with_suffix(".json").write_text(report.to_json(), encoding="utf-8")
         report.to_html(stem.with_suffix(".html"))
     except OSError as error:
         _warn_once(f"no report was written: {error}")
-
-
-def _number(report: Report, folder: Path) -> int:
-    """Returns the number of a report in a folder, so that a report completed later replaces its
-    files.
-    """
-    for (written_folder, number), written_report in _written.items():
-        if written_report is report and written_folder == folder:
-            return number
-    number = next(_numbers)
-    _written[folder, number] = report
-    return number

@@ -25,7 +25,7 @@ _NO_LISTING = (
 )
 
 
-@dataclass(repr=False)
+@dataclass(repr=False, eq=False)
 class DumpReport(Report):
     """A Report on a dump.
 
