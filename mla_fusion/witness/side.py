@@ -15,9 +15,8 @@ from torch import Tensor
 from torch.fx import Graph, Node
 from torch.fx.node import map_aggregate, map_arg
 
-from mla_fusion.compat import OpOverload, schema_of
 from mla_fusion.fx import registered
-from mla_fusion.fx.kinds import attribute, is_float, value_of
+from mla_fusion.fx.kinds import attribute, is_float, is_mutating, signature, value_of
 from mla_fusion.fx.sizes import Binding, is_size, is_symbolic
 
 aten = torch.ops.aten
@@ -162,11 +161,9 @@ def _may_write(node: Node) -> bool:
 
     npu operators do so against their schemas.
     """
-    if not isinstance(node.target, OpOverload):
-        return False
-    schema = schema_of(node.target)
-    is_pure = node.target.namespace == "aten" or schema.name.endswith("_functional")
-    return bool(schema.is_mutable) or not is_pure
+    name = signature(node.target).name
+    is_pure = not name or name.startswith("aten::") or name.endswith("_functional")
+    return is_mutating(node) or not is_pure
 
 
 def _in_recorded_dtype(node: Node, result: Any, wide: bool) -> Any:
