@@ -117,11 +117,10 @@ class Draws:
         self._ones = itertools.cycle([1, *literals])
         has_floor = any(word(node) in _FLOORS and not holds_integers(node) for node in nodes)
         self._least = 0 if has_floor else -_DECADES
-        leaves_by_role = {role: leaf for leaf, role in leaves.items()}
-        x = self._shapes.get(leaves_by_role.get("x"))  # type: ignore[arg-type]
-        self._token_count = math.inf if x is None else math.prod(x[:-1])
-        self._is_quantised = not {"scale", "token_scale", "tiles"}.isdisjoint(leaves_by_role)
-        self._table = self._shapes[leaves_by_role["table"]] if "table" in leaves_by_role else (1,)
+        by_role = {leaves[leaf]: shape for leaf, shape in self._shapes.items()}
+        self._token_count = math.prod(by_role["x"][:-1]) if "x" in by_role else math.inf
+        self._is_quantised = not {"scale", "token_scale", "tiles"}.isdisjoint(by_role)
+        self._table = by_role.get("table", (1,))
 
     def values(self, kind: str) -> Values:
         """Returns a value for each leaf of a kind of draw.
