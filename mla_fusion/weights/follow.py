@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from mla_fusion.fx.walk import reached
 from mla_fusion.weights import cache, prepack
 from mla_fusion.weights.source import plain
 
@@ -165,9 +166,5 @@ def _tuners(model: nn.Module) -> set[type]:
         if base is not nn.Module
     }
     peft = sys.modules.get("peft.tuners.tuners_utils")
-    pending = [kind for kind in [getattr(peft, "BaseTunerLayer", None)] if kind is not None]
-    while pending:
-        kind = pending.pop()
-        kinds.add(kind)
-        pending += kind.__subclasses__()
-    return kinds
+    loaded = filter(None, [getattr(peft, "BaseTunerLayer", None)])
+    return kinds.union(reached(loaded, type.__subclasses__))
