@@ -9,15 +9,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from contextlib import nullcontext
 from importlib import import_module
 from typing import Any
 
-import torch
 from torch.fx import Graph, Node
-from torch.fx.node import map_arg
 
-from mla_fusion.compat import OpOverload, make_fx, schema_of, tree_leaves
+from mla_fusion.compat import OpOverload, schema_of, tree_leaves
+from mla_fusion.fx.registered import traced_call
 
 SLOTS = (  # the fields of torch._inductor.config that take passes over graphs
     "pre_grad_custom_pass",
@@ -80,21 +78,11 @@ def finish(graph: Graph) -> None:
 
 def _decompose(graph: Graph, node: Node, table: dict[Any, Callable[..., Any]]) -> None:
     """Replaces a call by its decomposition. The operator must have one result."""
-    operands = node.all_input_nodes
-
-    def call(*values: Any) -> Any:
-        """Returns the result of the call on other operands."""
-        by_node = dict(zip(operands, values, strict=True))
-        args, kwargs = map_arg((node.args, node.kwargs), by_node.__getitem__)
-        return node.target(*args, **kwargs)  # type: ignore[operator]
-
-    mode = getattr(node.meta["val"], "fake_mode", None)
-    with torch.no_grad(), mode or nullcontext():
-        examples = (operand.meta["val"] for operand in operands)
-        traced = make_fx(call, decomposition_table=table)(*examples)
-    copies = dict(zip(traced.graph.find_nodes(op="placeholder"), operands, strict=True))
+    function: Any = node.target
+    traced = traced_call(node, function, getattr(node.meta["val"], "fake_mode", None), table)
+    copies = dict(zip(traced.find_nodes(op="placeholder"), node.all_input_nodes, strict=True))
     with graph.inserting_before(node):
-        result: Any = graph.graph_copy(traced.graph, copies)
+        result: Any = graph.graph_copy(traced, copies)
     for step, copied in copies.items():
         if step.op == "call_function":
             copied.meta = {**node.meta, "val": step.meta["val"]}

@@ -335,21 +335,35 @@ def _traced(node: Node, function: Callable[..., Any]) -> Graph:
 
     Raises ValueError if it is right only for some sizes.
     """
-    operands = node.all_input_nodes
-
-    def flat(*values: Any) -> list[Any]:
-        """Returns the results as a list, for the values of the operands."""
-        value_of_operand = dict(zip(operands, values, strict=True))
-        args, kwargs = map_arg((node.args, node.kwargs), value_of_operand.__getitem__)
-        return tree_leaves(function(*args, **kwargs))
-
-    values = [operand.meta["val"] for operand in operands]
+    values = [operand.meta["val"] for operand in node.all_input_nodes]
     tensors = (value for value in tree_leaves(values) if isinstance(value, FakeTensor))
     mode = next((tensor.fake_mode for tensor in tensors), None)
     count = len(guards_of(mode))
-    with mode or nullcontext(), torch.no_grad():
-        traced = make_fx(flat)(*values)
+    graph = traced_call(node, lambda *args, **kwargs: tree_leaves(function(*args, **kwargs)), mode)
     if new := guards_of(mode)[count:]:
         raise ValueError(f"it depends on a size: {new[0]}")
+    return graph
+
+
+def traced_call(
+    node: Node, function: Callable[..., Any], mode: Any, table: Mapping[Any, Any] | None = None
+) -> Graph:
+    """Returns the graph of what a function computes of the arguments of a call.
+
+    Its inputs are ``node.all_input_nodes``.
+
+    mode   the mode of the operands' fake tensors, or None
+    table  decompositions by operator
+    """
+    operands = node.all_input_nodes
+
+    def results(*values: Any) -> Any:
+        """Returns the results for the values of the operands."""
+        value_of_operand = dict(zip(operands, values, strict=True))
+        args, kwargs = map_arg((node.args, node.kwargs), value_of_operand.__getitem__)
+        return function(*args, **kwargs)
+
+    with mode or nullcontext(), torch.no_grad():
+        traced = make_fx(results, table)(*(operand.meta["val"] for operand in operands))
     graph: Graph = traced.graph
     return graph
