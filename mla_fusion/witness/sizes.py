@@ -114,12 +114,15 @@ def largest_literal(nodes: Nodes, of_x: Collection[Node]) -> int:
 
 def _sizes(node: Node) -> dict[Any, Any]:
     """Returns the symbolic sizes of what a node holds, by their expressions."""
-    tensors = (part for part in tree_leaves(value_of(node)) if isinstance(part, Tensor))
-    sizes = (size for tensor in tensors for size in tensor.shape)
-    return {expression(size): size for size in sizes if is_symbolic(size)}
+    return {
+        expression(size): size
+        for part in tree_leaves(value_of(node))
+        if isinstance(part, Tensor)
+        for size in part.shape
+        if is_symbolic(size)
+    }
 
 
 def _literals(nodes: Nodes) -> set[int]:
     """Returns the integers among the arguments of nodes."""
-    arguments = (argument for node in nodes for argument in tree_leaves(node.args))
-    return {argument for argument in arguments if isinstance(argument, int)}
+    return {leaf for node in nodes for leaf in tree_leaves(node.args) if isinstance(leaf, int)}
