@@ -82,8 +82,7 @@ def _cache_writes(plan: Plan) -> Leftover:
     token_bytes = sum(2 * _bytes(plan, node) for node in moved) // tokens
     tensors = [cache.meta["val"] for cache in caches]
     is_open = any(has_symbols(tensor.shape) for tensor in tensors)
-    bytes_by_cache = (tensor.itemsize * math.prod(tensor.shape) for tensor in tensors)
-    whole_bytes = None if is_open else sum(bytes_by_cache)
+    whole_bytes = None if is_open else sum(tensor.nbytes for tensor in tensors)
     names = (op_name(node).replace("::", ".") for node in steps)
     operators = (*("aten.cat" for _ in joining), *names)
     return Leftover("cache writes", operators, len(operators), token_bytes, whole_bytes)
