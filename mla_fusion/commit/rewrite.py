@@ -88,7 +88,7 @@ class Writer:
                     for output in old_graph.output_node().all_input_nodes:
                         if output in self.partition.replaced:
                             self.write_replaced(output)
-            if node in self.partition.kept and node.op != "placeholder":
+            if node in self.partition.kept:
                 self.b.value(node)
 
     def _write_hidden_caches(self) -> None:
