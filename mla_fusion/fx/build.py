@@ -349,7 +349,7 @@ def describe_attributes(gm: GraphModule) -> list[Node]:
     inputs.
     """
     nodes = [node for node in gm.graph.find_nodes(op="get_attr") if "val" not in node.meta]
-    mode = fake_mode_of(gm.graph) if nodes else None
+    mode = fake_mode_of(gm.graph)
     for node in nodes:
         value = attribute(node)
         is_tensor = isinstance(value, torch.Tensor)

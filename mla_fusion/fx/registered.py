@@ -323,11 +323,10 @@ def _misfit(node: Node, traced: Graph) -> str:
     """Returns why a traced function cannot take the place of a call, or ""."""
     if traced.find_nodes(op="get_attr"):
         return "it makes a tensor of its own numbers; use torch.full, torch.arange and the like"
-    expected = map(_described, tree_leaves(node.meta["val"]))
+    expected = ", ".join(map(_described, tree_leaves(node.meta["val"])))
     results: Any = map_arg(traced.output_node().args[0], lambda item: item.meta["val"])
-    actual = map(_described, results)
-    texts = ", ".join(expected), ", ".join(actual)
-    return "" if texts[0] == texts[1] else f"it gives {texts[1]}, not {texts[0]}"
+    actual = ", ".join(map(_described, results))
+    return "" if actual == expected else f"it gives {actual}, not {expected}"
 
 
 def _traced(node: Node, function: Callable[..., Any]) -> Graph:
