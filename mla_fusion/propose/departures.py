@@ -361,13 +361,12 @@ class _NearMisses:
             unused_rule = self.graph.unused.get(value.literal[0], "").replace("%", "%%")
             words = "; ".join(filter(None, (f"%s ({target}) {verb}", unused_rule)))
             return Reason("step.unknown", words, (value,))
-        name = value.literal[0] if op == "function" else ""
         narrows = op == "cast" and (value.dtype.itemsize == 1 or not value.is_float)
-        if narrows or name == "to":
+        if narrows or value.function_name == "to":
             dtype = value.dtype if narrows else value.literal[1]
             return Reason("step.choice", f"%s rounds to {dtype}", (value,))
-        if op == "function" and name not in _QUANTISING:
-            is_choice = name not in _SMOOTH
+        if op == "function" and value.function_name not in _QUANTISING:
+            is_choice = value.function_name not in _SMOOTH
             verb = "picks by the values it reads" if is_choice else "is no step of a prologue"
             return Reason("step.choice" if is_choice else "", f"%s {verb}", (value,))
         return self._added_term(value, layers) if op in ("sum", "join") else None
@@ -794,14 +793,13 @@ def _is_layer_output(value: Value) -> bool:
 
 def _is_quantised(value: Value) -> bool:
     """Returns True if the Value is a quantisation of other numbers."""
-    is_bytes = value.op == "function" and value.literal[0] in BYTES
-    return is_bytes or (value.op == "opaque" and "quant" in str(value.literal))
+    return value.function_name in BYTES or (value.op == "opaque" and "quant" in str(value.literal))
 
 
 def _is_rounding(value: Value) -> bool:
     """Returns True if the Value is of one byte, or is rounded."""
-    is_rounding = value.op == "function" and value.literal[0] in _ROUNDING
-    return value.dtype.itemsize == 1 or is_rounding or _is_quantised(value)
+    is_rounding = value.dtype.itemsize == 1 or value.function_name in _ROUNDING
+    return is_rounding or _is_quantised(value)
 
 
 def _has_rotation(site: Site) -> bool:

@@ -53,13 +53,13 @@ def strip_views(value: Value) -> Value:
 def operand_format(rows: Value) -> NumberFormat | None:
     """Returns the format of the operand of a product, or None for floats."""
     inner = strip_views(rows)
-    if inner.op == "function" and inner.literal[0] == "of format":
+    if inner.function_name == "of format":
         return next(kind for kind in FORMATS if kind.number == inner.literal[1])
     if inner.op == "product":
         inner = next((source for source in inner.sources if _is_mxfp8(source)), inner)
         return MXFP8 if _is_mxfp8(inner) else None
     if inner.op == "function":
-        return _FORMATS.get(inner.literal[0])
+        return _FORMATS.get(inner.function_name)
     if rows.active:
         return None
     kinds = (kind for kind in FORMATS if kind.element == rows.dtype and not kind.in_blocks)
@@ -70,7 +70,7 @@ def _is_mxfp8(value: Value) -> bool:
     """Returns True if the Value holds the elements of an operand in mxfp8."""
     inner = strip_views(value)
     if inner.op == "function":
-        return bool(inner.literal[0] == MXFP8.name)
+        return inner.function_name == MXFP8.name
     return inner.dtype == MXFP8.element and not inner.active
 
 
@@ -79,9 +79,9 @@ def unquantised_rows(form: Form, rows: Value) -> Value | None:
     kind, inner = operand_format(rows), strip_views(rows)
     if kind is MXFP8:
         return _unquantised_blocks(form, rows, inner)
-    if inner.op == "function" and inner.literal[0] == "of format":
+    if inner.function_name == "of format":
         inner = strip_views(inner.sources[0])
-    if kind is None or inner.op != "function" or inner.literal[0] != kind.name:
+    if kind is None or inner.function_name != kind.name:
         return None
     operand = inner.sources[0]
     if operand.op != "product":
@@ -102,7 +102,7 @@ def has_fixed_step(rows: Value) -> bool:
     inner = strip_views(rows)
     if inner.op == "opaque":
         return "npu_quantize" in inner.literal[0]
-    if inner.op != "function" or inner.literal[0] not in BYTES:
+    if inner.function_name not in BYTES:
         return False
     return all(
         factor.op not in ("function", "opaque")
@@ -130,8 +130,7 @@ def _unquantised_blocks(form: Form, rows: Value, inner: Value) -> Value | None:
 
 def _is_power_of_two(value: Value) -> bool:
     """Returns True if the Value is the power of two of a block of mxfp8."""
-    inner = strip_views(value)
-    return inner.op == "function" and bool(inner.literal[0] == "power of two")
+    return strip_views(value).function_name == "power of two"
 
 
 def split_blocks(form: Form, value: Value) -> tuple[Value, Value] | None:
@@ -169,7 +168,7 @@ def operand_bytes(form: Form, rows: Value) -> Value:
     if blocks is not None:
         return blocks[0]
     inner = strip_views(rows)
-    is_named = inner.op == "function" and inner.literal[0] == "of format"
+    is_named = inner.function_name == "of format"
     return inner.sources[0] if is_named else rows
 
 
