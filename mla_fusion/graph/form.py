@@ -119,6 +119,11 @@ class Value:
         return name
 
     @property
+    def operands(self) -> list[tuple[Value, Any]]:
+        """The sources of a product with their exponents, of a sum with their coefficients."""
+        return list(zip(self.sources, self.literal[0], strict=True))
+
+    @property
     def is_float(self) -> bool:
         return self.dtype.is_floating_point
 

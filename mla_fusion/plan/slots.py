@@ -130,7 +130,7 @@ def _inputs_of_sum(value: Value) -> Roles | None:
     The sum may be ``table[s // b] * b + s % b``. It may be places of an input in each entry of a
     batch, scaled counts, or counts from a number on.
     """
-    terms = dict(zip(value.sources, value.literal[0], strict=True))
+    terms = dict(value.operands)
     if len(terms) == 2:
         (entries, size), (places, step) = sorted(terms.items(), key=lambda term: -term[1])
         is_counted = [
@@ -201,7 +201,7 @@ def _offset_source(terms: dict[Value, Fraction], size: Fraction) -> Value | None
     if [*terms.values()] == [1]:  # a view of their sum
         inner = _strip_views_and_casts(*terms)
         is_sum = inner.op == "sum" and inner.literal[1] >= 0
-        terms = dict(zip(inner.sources, inner.literal[0], strict=True)) if is_sum else {}
+        terms = dict(inner.operands) if is_sum else {}
     if len(terms) != 2:
         return None
     (slots, factor), (quotient, scale) = sorted(terms.items(), key=lambda term: -term[1])

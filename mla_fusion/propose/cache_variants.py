@@ -66,11 +66,10 @@ class _Variants:
         is_row = prod(inner.shape) == prod(gamma.shape)
         if not is_row or inner.op != "product" or inner.literal[1] != ONE:
             return base, None
-        factors = list(zip(inner.sources, inner.literal[0], strict=True))
-        weights = [factor for factor, power in factors if power == 1 and _is_gamma(factor)]
+        weights = [factor for factor, power in inner.operands if power == 1 and _is_gamma(factor)]
         if len(weights) != 1:
             return base, None
-        scale = form.product([pair for pair in factors if pair[0] is not weights[0]])
+        scale = form.product([pair for pair in inner.operands if pair[0] is not weights[0]])
         arguments = {**base.arguments, name: form.reshape(weights[0], gamma.shape)}
         return replace(base, arguments=arguments), scale
 

@@ -141,8 +141,7 @@ def _sums_under_roots(site: Site, value: Value) -> Iterator[Value]:
 def radicands(step: Value) -> Iterator[Value]:
     """Yields the Values of which a step takes a root."""
     if step.op == "product":
-        powers = zip(step.sources, step.literal[0], strict=True)
-        yield from (source for source, power in powers if power.denominator > 1)
+        yield from (source for source, power in step.operands if power.denominator > 1)
 
 
 def _epsilon_candidates(site: Site, value: Value, size: int) -> Iterator[Fraction]:

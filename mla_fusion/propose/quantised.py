@@ -86,10 +86,9 @@ def unquantised_rows(form: Form, rows: Value) -> Value | None:
     operand = inner.sources[0]
     if operand.op != "product":
         return None
-    pairs = list(zip(operand.sources, operand.literal[0], strict=True))
-    for factor, exponent in pairs:
+    for factor, exponent in operand.operands:
         if exponent == -1 and quantise.is_size(factor):
-            unscaled = form.product([pair for pair in pairs if pair[0] is not factor])
+            unscaled = form.product([pair for pair in operand.operands if pair[0] is not factor])
             unscaled = form.expand(unscaled, operand.shape)
             number, size = form.split(quantise.largest(form, unscaled))
             if size is factor:
@@ -118,14 +117,12 @@ def _unquantised_blocks(form: Form, rows: Value, inner: Value) -> Value | None:
     values = next((source for source in inner.sources if _is_mxfp8(source)), None)
     if values is None or not values.active:
         return None
-    function = strip_views(values)
-    pairs = list(zip(function.sources[0].sources, function.sources[0].literal[0], strict=True))
-    other_factors = [(factor, power) for factor, power in pairs if not _is_power_of_two(factor)]
-    if len(other_factors) == len(pairs):
+    (scaled,) = strip_views(values).sources
+    other_factors = [pair for pair in scaled.operands if not _is_power_of_two(pair[0])]
+    if len(other_factors) == len(scaled.sources):
         return None
-    number = function.sources[0].literal[1]
-    blocks = form.expand(form.product(other_factors, number), function.shape)
-    return form.reshape(blocks, rows.shape)
+    unscaled = form.product(other_factors, scaled.literal[1])
+    return form.reshape(form.expand(unscaled, scaled.shape), rows.shape)
 
 
 def _is_power_of_two(value: Value) -> bool:
@@ -269,11 +266,10 @@ def _next_root(
         return reader, []
     if reader.op != "product":
         return None
-    pairs = list(zip(reader.sources, reader.literal[0], strict=True))
-    if [power for source, power in pairs if source is root] != [1]:
+    if [power for source, power in reader.operands if source is root] != [1]:
         return None
     factors = list[Factor]()
-    for factor, power in pairs:
+    for factor, power in reader.operands:
         if factor is root:
             continue
         size = prod(factor.shape)

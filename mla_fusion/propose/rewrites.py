@@ -57,11 +57,11 @@ class Rewrites:
 
     def _derive_product(self, value: Value) -> Value | None:
         """Returns the rewrite of a known Value times Values that are not made of x."""
-        factors = [*zip(value.sources, value.literal[0], strict=True)]
-        active = [factor for factor in factors if factor[0].active]
+        active = [factor for factor in value.operands if factor[0].active]
         rewrite = self.of(active[0][0]) if len(active) == 1 and active[0][1] == 1 else None
         if rewrite is None:
             return None
         return self._form.product(
-            [(rewrite if term.active else term, power) for term, power in factors], value.literal[1]
+            [(rewrite if term.active else term, power) for term, power in value.operands],
+            value.literal[1],
         )
