@@ -56,12 +56,9 @@ def operand_format(rows: Value) -> NumberFormat | None:
     if inner.function_name == "of format":
         return next(kind for kind in FORMATS if kind.number == inner.literal[1])
     if inner.op == "product":
-        inner = next((source for source in inner.sources if _is_mxfp8(source)), inner)
-        return MXFP8 if _is_mxfp8(inner) else None
-    if inner.op == "function":
+        return MXFP8 if any(map(_is_mxfp8, inner.sources)) else None
+    if rows.active or inner.op == "function":  # what is active has no dtype of its own
         return _FORMATS.get(inner.function_name)
-    if rows.active:
-        return None
     kinds = (kind for kind in FORMATS if kind.element == rows.dtype and not kind.in_blocks)
     return next(kinds, None)
 
@@ -112,9 +109,7 @@ def has_fixed_step(rows: Value) -> bool:
 
 def _unquantised_blocks(form: Form, rows: Value, inner: Value) -> Value | None:
     """Returns the rows that were quantised in blocks, or None."""
-    if inner.op != "product":
-        return None
-    values = next((source for source in inner.sources if _is_mxfp8(source)), None)
+    values = next(filter(_is_mxfp8, inner.sources), None)
     if values is None or not values.active:
         return None
     (scaled,) = strip_views(values).sources
@@ -145,7 +140,7 @@ def split_blocks(form: Form, value: Value) -> tuple[Value, Value] | None:
     inner = strip_views(value)
     if inner.op != "product" or len(inner.sources) != 2 or inner.literal[1] != ONE:
         return None
-    values = next((source for source in inner.sources if _is_mxfp8(source)), None)
+    values = next(filter(_is_mxfp8, inner.sources), None)
     if values is None:
         return None
     (scales,) = [source for source in inner.sources if source is not values]
