@@ -44,7 +44,7 @@ class Plan:
     claims: list[Claim]
     region: list[Node]
     replaced: dict[Node, Value]
-    compared: int
+    compared: int = 0
     assumptions: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     structure: int = -1

@@ -110,7 +110,7 @@ class Planner:
     def _plan_proposal(self, proposal: Proposal) -> Plan:
         """Returns the plan of exactly this proposal. Raises Departure."""
         claims, compared = self._proven_claims(proposal)
-        plan = self._place(proposal, claims, compared)
+        plan = self._place(proposal, claims)
         outputs = (node for node in plan.replaced if self.graph.base(node).op == "call_function")
         policy.check_functional(self.graph, (*plan.inputs, *outputs))
         self._number(plan)
@@ -133,7 +133,7 @@ class Planner:
             *policy.gamma_assumptions(plan.proposal),
             *self._node_assumptions(plan, {*plan.region, *computed_nodes, *_slot_nodes(plan)}),
         ]
-        return replace(plan, assumptions=(*assumptions, *sizes))
+        return replace(plan, compared=compared, assumptions=(*assumptions, *sizes))
 
     def _number(self, plan: Plan) -> None:
         """Gives a plan the number of its structure."""
@@ -195,24 +195,23 @@ class Planner:
                 places.append(place)
         return places, compared
 
-    def _place(self, proposal: Proposal, claims: list[Claim], compared: int) -> Plan:
+    def _place(self, proposal: Proposal, claims: list[Claim]) -> Plan:
         """Returns the plan with the rows placed: in place if the kernel can write the caches, else
         staged.
 
-        claims    the proven claims
-        compared  how many elements the proof compared
+        claims  the proven claims
         """
         in_place_claims = self._with_half_rows(proposal, claims)
         caches = self._place_rows(proposal, in_place_claims)
         if isinstance(caches, Staged):
-            return self._stage(proposal, claims, caches, compared)
-        plan = self._make_plan(proposal, in_place_claims, caches, compared)
+            return self._stage(proposal, claims, caches)
+        plan = self._make_plan(proposal, in_place_claims, caches)
         if in_place_claims is not claims:
             last_cache = [cache.name for _, cache, _ in plan.written_caches][-1]
             plan = replace(plan, warnings=(HALVES.format(cache=last_cache),))
         obstacle = self._old_rows_obstacle(plan, caches)
         if obstacle is not None:
-            return self._stage(proposal, claims, Staged((obstacle,)), compared)
+            return self._stage(proposal, claims, Staged((obstacle,)))
         return plan
 
     def _place_rows(self, proposal: Proposal, claims: list[Claim]) -> InPlace | Staged:
@@ -248,9 +247,7 @@ class Planner:
             half_claims.append(Claim(claim.part, claim.graph, kernel))
         return half_claims
 
-    def _make_plan(
-        self, proposal: Proposal, proof: list[Claim], caches: InPlace | Staged, compared: int
-    ) -> Plan:
+    def _make_plan(self, proposal: Proposal, proof: list[Claim], caches: InPlace | Staged) -> Plan:
         """Returns a plan with these caches: finds its region and what the results replace.
 
         Raises Departure if something reads what the kernel keeps inside, or if nothing reads the
@@ -279,15 +276,11 @@ class Planner:
         if not replaced:
             detail = f"{len(region)} nodes of the prologue"
             raise Departure("graph.unread", detail, proposal.products)
-        return Plan(
-            graph, _target_of(proposal), proposal, caches, claims, region, replaced, compared
-        )
+        return Plan(graph, _target_of(proposal), proposal, caches, claims, region, replaced)
 
-    def _stage(
-        self, proposal: Proposal, claims: list[Claim], caches: Staged, compared: int
-    ) -> Plan:
+    def _stage(self, proposal: Proposal, claims: list[Claim], caches: Staged) -> Plan:
         """Returns a staged plan. Raises Departure if ``Config.staging`` forbids that."""
-        plan = self._make_plan(proposal, claims, caches, compared)
+        plan = self._make_plan(proposal, claims, caches)
         if self.config.staging == "never":
             first = caches.obstacles[0]
             code = "slots.unproven" if first.code == "slots.unproven" else ""
@@ -310,7 +303,7 @@ class Planner:
             message = f"the kernel refuses the caches ({code}): {reason.detail}"
             try:
                 caches = Staged((Obstacle("cache.refused", message),))
-                plan = self._stage(plan.proposal, claims, caches, plan.compared)
+                plan = self._stage(plan.proposal, claims, caches)
                 sizes = contract.check_contract(plan, self.config, source)
             except Departure:
                 raise reason from None  # the caches were not the cause
