@@ -79,7 +79,7 @@ class Record:
                 steps=tuple(map(_step_row, plan.region)) if outcome.compared else (),
                 source=module_path.source(plan.products[0]),
                 proof=(*self._proof(plan), outcome.compared or outcome.verified),
-                target=plan.target,
+                target=plan.proposal.target,
                 operator=OPERATOR,
                 instead_of=self._target_reason(plan),
             )

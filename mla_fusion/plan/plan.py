@@ -38,7 +38,6 @@ class Plan:
     """
 
     graph: Graph
-    target: str
     proposal: Proposal
     caches: InPlace | Staged
     claims: list[Claim]

@@ -77,8 +77,7 @@ class Planner:
         Variants with quantised caches are tried first, since they may be written in place. If the
         kernel takes no such number of heads, the heads are padded. Raises Departure.
         """
-        target = _target_of(proposal)
-        if target not in self.config.targets:
+        if proposal.target not in self.config.targets:
             detail = f"Config.targets is {self.config.targets}"
             raise Departure("target.unlisted", detail, proposal.products)
         for variant in cache_variants(self.projections, proposal):
@@ -276,7 +275,7 @@ class Planner:
         if not replaced:
             detail = f"{len(region)} nodes of the prologue"
             raise Departure("graph.unread", detail, proposal.products)
-        return Plan(graph, _target_of(proposal), proposal, caches, claims, region, replaced)
+        return Plan(graph, proposal, caches, claims, region, replaced)
 
     def _stage(self, proposal: Proposal, claims: list[Claim], caches: Staged) -> Plan:
         """Returns a staged plan. Raises Departure if ``Config.staging`` forbids that."""
@@ -336,11 +335,6 @@ class Planner:
                 is_view = graph.base(node) is cache
                 path += [(user, user if is_view else reader) for user in node.users]
         return None
-
-
-def _target_of(proposal: Proposal) -> str:
-    """Returns the name of the target in ``Config.targets`` that takes the proposal."""
-    return "v3" if proposal.identity_reason is None else "identity"
 
 
 def _writer(graph: Graph, write: Write) -> Node | None:

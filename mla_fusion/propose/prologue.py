@@ -73,6 +73,11 @@ class Proposal:
     model_heads: int = 0
 
     @property
+    def target(self) -> str:
+        """Returns the name of the target in ``Config.targets`` that takes the proposal."""
+        return "v3" if self.identity_reason is None else "identity"
+
+    @property
     def has_pairs(self) -> bool:
         """Returns True if the model's rotated rows are pairs, where the kernel's are halves."""
         return self.rotation is not None and self.rotation[1] == "interleaved"
