@@ -38,15 +38,14 @@ def check_contract(plan: Plan, config: Config, source: Graph) -> tuple[str, ...]
     """
     fake_call = _FakeCall(source)
     try:
-        operands = fake_call.arguments(
-            lambda builder: emit_call(builder, Lowering(builder, plan.graph), plan)
-        )
+        with torch.no_grad(), fake_call.mode:
+            emit_call(fake_call, Lowering(fake_call, plan.graph), plan)
     except LookupError as error:
         raise _lowering_departure(plan, error) from error
     machine = config.machine
     try:
         operator = V3_FUNCTIONAL.name, machine.soc, machine.cann
-        open_sizes = bound(*operator, "graph", False, operands).undecided
+        open_sizes = bound(*operator, "graph", False, fake_call.operands).undecided
         assumptions = [assumption for size in open_sizes if (assumption := _size_assumption(size))]
     except ContractError as error:
         detail = f"{error.argument}: expected {error.expected}, found {error.found}"
@@ -92,33 +91,17 @@ def _size_assumption(undecided: Undecided) -> str:
     return f"{undecided.axis} ({undecided.size}) is {undecided.sizes}: {OPERATOR} takes no other"
 
 
-class _CallReached(Exception):
-    """Raised when the kernel's call is reached.
+class _FakeCall(Builder):
+    """Makes the arguments of a call, on the fake values of the graph's nodes.
 
-    operands  the arguments of the call, by name
+    operands  the arguments of the operator, by name
     """
 
-    def __init__(self, operands: dict[str, Any]) -> None:
-        self.operands = operands
-
-
-class _FakeCall(Builder):
-    """Makes a call up to the operator itself, on the fake values of the graph's nodes."""
-
     def __init__(self, graph: Graph) -> None:
-        self._mode = fake_mode_of(graph) or FakeTensorMode()
-
-    def arguments(self, recipe: Recipe) -> dict[str, Any]:
-        """Returns the arguments of the operator, by name."""
-        try:
-            with torch.no_grad(), self._mode:
-                recipe(self)
-        except _CallReached as call_reached:
-            return call_reached.operands
-        raise AssertionError(f"no call of {OPERATOR}")
+        self.mode, self.operands = fake_mode_of(graph) or FakeTensorMode(), dict[str, Any]()
 
     def value(self, node: Node) -> torch.Tensor:
-        tensor: torch.Tensor = faked(node.meta["val"], self._mode)
+        tensor: torch.Tensor = faked(node.meta["val"], self.mode)
         return tensor
 
     def cache(self, node: Node, shape: Sequence[Any]) -> torch.Tensor:
@@ -131,7 +114,8 @@ class _FakeCall(Builder):
     def call_again(self, key: object, op: Any, *args: Any, **kwargs: Any) -> Any:
         names = [argument.name for argument in schema_of(op).arguments if not argument.is_out]
         operands = dict(zip(names, args, strict=False)) | kwargs
-        raise _CallReached({name: operands[name] for name in names if name in operands})
+        self.operands = {name: operands[name] for name in names if name in operands}
+        return [None] * len(V3_FUNCTIONAL.results)  # the operator itself is not called
 
     def packed(
         self, name: str, recipe: Recipe, leaves: Sequence[Node], exact: Exact | None = None
