@@ -31,7 +31,7 @@ from mla_fusion.plan.structure import structure_of
 from mla_fusion.propose.cache_variants import cache_variants
 from mla_fusion.propose.padded import pad_heads
 from mla_fusion.propose.prologue import Proposal
-from mla_fusion.propose.rewrites import Rewrites
+from mla_fusion.propose.rewrites import Rewrites, claims_over
 from mla_fusion.propose.sites import Projections
 
 aten = torch.ops.aten
@@ -182,15 +182,16 @@ class Planner:
         were compared.
         """
         form, tokens, activations = self.graph.form, proposal.x.shape[0], proposal.activations
+        definitions = proposal.definitions(form)
         try:
-            claims = [proposal.with_definitions(form, claim) for claim in proposal.claims]
+            claims = claims_over(form, proposal.claims, definitions)
             compared = prove(activations, tokens, claims)
         except Departure as departure:
             return departure
         places = list[int]()
-        for place, claim in enumerate(proposal.optional_claims):
+        for place, claim in enumerate(claims_over(form, proposal.optional_claims, definitions)):
             with suppress(Departure):
-                prove(activations, tokens, [proposal.with_definitions(form, claim)])
+                prove(activations, tokens, [claim])
                 places.append(place)
         return places, compared
 
@@ -369,11 +370,9 @@ def _read_back(
         leaves[name]: form.gather(write.value, 0, caches.slots)
         for name, write in caches.writes.items()
     }
-    row_claims = [
-        Claim(claim.part, claim.graph, form.substituted(claim.kernel, rows)) for claim in claims
-    ]
     writes = caches.writes.values()
-    return [*row_claims, *(Claim("cache", write.value, write.value) for write in writes)]
+    cache_claims = (Claim("cache", write.value, write.value) for write in writes)
+    return [*claims_over(form, claims, rows), *cache_claims]
 
 
 def _reads_rows_back(plan: Plan) -> bool:

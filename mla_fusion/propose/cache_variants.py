@@ -22,7 +22,7 @@ from mla_fusion.graph.numbers import ONE
 from mla_fusion.meta.number_formats import FORMATS
 from mla_fusion.meta.spec import TILE_SIZE
 from mla_fusion.propose.prologue import Proposal
-from mla_fusion.propose.rewrites import Rewrites
+from mla_fusion.propose.rewrites import Rewrites, claims_over
 from mla_fusion.propose.sites import Projections
 from mla_fusion.targets.prolog import format_of, row_format
 
@@ -245,7 +245,7 @@ class _Variants:
         form, query = self.form, self.base.results.query
         values, scales = self._rebase(kernel, variant), variant.results.dequant_scale_q_nope
         assert scales is not None
-        spread_scales = self._rebase(kernel, variant, {query: form.expand(scales, query.shape)})
+        spread_scales = form.substituted(kernel, {query: form.expand(scales, query.shape)})
         steps = form.slice(spread_scales, -1, 0, 1)
         return [
             Claim("query", codes, form.reshape(values, codes.shape)),
@@ -305,30 +305,28 @@ class _Variants:
 
         old_results  what old results are over the new ones, if they are not equal
         """
-        base_claims = [
-            [
-                Claim(claim.part, claim.graph, self._rebase(claim.kernel, variant, old_results))
-                for claim in of_base
-                if claim.part not in claims
-            ]
+        results = self._new_results(variant) | dict(old_results or {})
+        kept_claims, optional_claims = (
+            claims_over(
+                self.form, [claim for claim in of_base if claim.part not in claims], results
+            )
             for of_base in (self.base.claims, self.base.optional_claims)
-        ]
-        new_claims = [new_claim for part_claims in claims.values() for new_claim in part_claims]
-        return replace(
-            variant, claims=[*new_claims, *base_claims[0]], optional_claims=base_claims[1]
         )
+        new_claims = [new_claim for part_claims in claims.values() for new_claim in part_claims]
+        return replace(variant, claims=[*new_claims, *kept_claims], optional_claims=optional_claims)
 
-    def _rebase(
-        self, kernel: Value, variant: Proposal, old_results: Mapping[Value, Value] | None = None
-    ) -> Value:
+    def _rebase(self, kernel: Value, variant: Proposal) -> Value:
         """Returns a Value over the new results in place of the old ones."""
+        return self.form.substituted(kernel, self._new_results(variant))
+
+    def _new_results(self, variant: Proposal) -> dict[Value, Value]:
+        """Returns the results of the variant by those of the base, where the shapes are equal."""
         new = variant.results.by_name
-        same_shape = {
+        return {
             leaf: new[name]
             for name, leaf in self.base.results.by_name.items()
             if leaf.shape == new[name].shape
         }
-        return self.form.substituted(kernel, same_shape | dict(old_results or {}))
 
 
 def _is_gamma(value: Value) -> bool:

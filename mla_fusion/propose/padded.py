@@ -13,7 +13,7 @@ from mla_fusion.exact.prove import Claim
 from mla_fusion.graph.form import Form, Value, filled_with
 from mla_fusion.propose.prologue import Proposal
 from mla_fusion.propose.quantised import strip_views
-from mla_fusion.propose.rewrites import Rewrites
+from mla_fusion.propose.rewrites import Rewrites, claims_over
 from mla_fusion.propose.sites import Projections
 from mla_fusion.targets import prolog
 
@@ -46,16 +46,12 @@ def pad_heads(projections: Projections, base: Proposal, heads: int) -> Proposal 
         is_cut = name in _PARTS_WITH_HEADS
         result = results[name]
         substitutes[leaf] = form.slice(result, 1, 0, model_heads) if is_cut else result
-
-    def changed(claim: Claim) -> Claim:
-        """Returns the claim over the new results."""
-        return Claim(claim.part, claim.graph, form.substituted(claim.kernel, substitutes))
-
-    padded_claims = list(_padded_claims(projections, base, variant.results))
+    optional_claims = claims_over(form, base.optional_claims, substitutes)
+    padded_claims = _padded_claims(projections, base, variant.results)
     return replace(
         variant,
-        claims=list(map(changed, base.claims)),
-        optional_claims=[*map(changed, base.optional_claims), *padded_claims],
+        claims=claims_over(form, base.claims, substitutes),
+        optional_claims=[*optional_claims, *padded_claims],
         model_heads=model_heads,
     )
 

@@ -52,7 +52,6 @@ class Proposal:
     x                the activation [T, He] that the first products read
     arguments        arguments of the operator by name: Values, and numbers of attributes
     results          leaves that stand for the results of the call, by name
-    definitions      the operator's definition of each result; None if it is not made yet
     claims           which Value of the graph is which result: all must hold
     optional_claims  further claims, each of which may hold or not
     products         Values that the call computes inside
@@ -64,7 +63,6 @@ class Proposal:
     x: Value
     arguments: dict[str, Any]
     results: prolog.Results
-    definitions: prolog.Results | None
     claims: list[Claim]
     optional_claims: list[Claim]
     products: list[Value]
@@ -107,13 +105,10 @@ class Proposal:
         parts = [claim.part for claim in claims]
         return (key, len(self.claims), tuple(names), tuple(parts)), values
 
-    def with_definitions(self, form: Form, claim: Claim) -> Claim:
-        """Returns the claim with the definition of each result in place of its leaf."""
-        definitions = self.definitions or prolog.prolog(form, self.arguments)
-        substitutes = {
-            leaf: getattr(definitions, name) for name, leaf in self.results.by_name.items()
-        }
-        return Claim(claim.part, claim.graph, form.substituted(claim.kernel, substitutes))
+    def definitions(self, form: Form) -> dict[Value, Value]:
+        """Returns the operator's definition of each result, by the leaf that stands for it."""
+        defined = prolog.prolog(form, self.arguments)
+        return {leaf: getattr(defined, name) for name, leaf in self.results.by_name.items()}
 
     def with_arguments(self, form: Form, changes: Mapping[str, Any], name: str) -> Proposal:
         """Returns the proposal of a call with other arguments and results of its own.
@@ -124,9 +119,9 @@ class Proposal:
         Its claims are still those over the results of this call.
         """
         arguments = {**self.arguments, **changes}
-        definitions = prolog.prolog(form, arguments)
-        results = prolog.leaves(form, definitions, f"{self.results.query.literal} {name}")
-        return replace(self, arguments=arguments, results=results, definitions=definitions)
+        defined = prolog.prolog(form, arguments)
+        results = prolog.leaves(form, defined, f"{self.results.query.literal} {name}")
+        return replace(self, arguments=arguments, results=results)
 
     def renamed(self, form: Form, substitutes: dict[Value, Value], name: str) -> Proposal:
         """Returns the proposal of a prologue of the same structure.
@@ -151,7 +146,6 @@ class Proposal:
             x=new(self.x),
             arguments={name: new(argument) for name, argument in self.arguments.items()},
             results=leaves,
-            definitions=None,
             claims=claims,
             optional_claims=optional_claims,
             products=list(map(new, self.products)),
@@ -374,7 +368,7 @@ class _Joiner:
             *_products_with(down, {*query_norm.columns.tolist(), *cache_columns}),
         ]
         rotation = query.pairs.layouts if is_rotated else None
-        fields = results, defined, claims, optional_claims, products, rotation, self.identity_reason
+        fields = results, claims, optional_claims, products, rotation, self.identity_reason
         return Proposal(down.rows, arguments, *fields)
 
     def _unquantised_latents(self) -> tuple[Value, Value | None]:

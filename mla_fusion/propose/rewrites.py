@@ -6,10 +6,20 @@ Values.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from mla_fusion.exact.prove import Claim
 from mla_fusion.graph.form import MOVES, Form, Value
+
+
+def claims_over(
+    form: Form, claims: Iterable[Claim], replacements: Mapping[Value, Value]
+) -> list[Claim]:
+    """Returns the claims with other Values in place of some that the kernel's side is made of."""
+    return [
+        Claim(claim.part, claim.graph, form.substituted(claim.kernel, replacements))
+        for claim in claims
+    ]
 
 
 class Rewrites:
