@@ -759,14 +759,12 @@ def _sorted(values: Iterable[Value]) -> list[Value]:
 
 def _find_norm(down: Site, steps: Sequence[Value]) -> Value | None:
     """Returns the last of the steps that is the norm of a whole row, or None."""
-    for value in reversed(steps):
-        reading = down.readings.get(value)
-        if reading is not None and reading.kind == "normed":
-            columns = reading.columns.tolist()
-            if len({*columns}) == len(columns) == value.shape[-1]:
-                with suppress(Departure):
-                    read_norm(down, value, "latents")
-                    return value
+    for value, reading in reversed(down.readings_of("normed")):
+        is_row = len(reading.column_set) == len(reading.columns) == value.shape[-1]
+        if is_row and value in steps:
+            with suppress(Departure):
+                read_norm(down, value, "latents")
+                return value
     return None
 
 
@@ -804,7 +802,7 @@ def _is_rounding(value: Value) -> bool:
 
 def _has_rotation(site: Site) -> bool:
     """Returns True if a Value of the site is rotated."""
-    return any(reading.kind == "turned" for reading in site.readings.values())
+    return bool(site.readings_of("turned"))
 
 
 def _is_norm_path(steps: Sequence[Value]) -> bool:

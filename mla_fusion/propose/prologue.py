@@ -39,7 +39,7 @@ from mla_fusion.propose.rotations import (
     read_tables,
     rotated_pairs,
 )
-from mla_fusion.propose.sites import POINT, Projections, Reading, Site, from_rows, to_rows
+from mla_fusion.propose.sites import POINT, Projections, Site, from_rows, to_rows
 from mla_fusion.targets import prolog
 
 LATENT = 512  # the width of latents that the operator has
@@ -383,8 +383,8 @@ class _Joiner:
         result = float_rows, None
         if reading is None:
             return result
-        for value, other in down.readings.items():
-            is_same = other.kind == "normed" and torch.equal(other.columns, reading.columns)
+        for value, other in down.readings_of("normed"):
+            is_same = torch.equal(other.columns, reading.columns)
             if not is_same or value not in nodes or value.shape[-1:] != float_rows.shape[-1:]:
                 continue
             rows = form.reshape(value, float_rows.shape)
@@ -443,9 +443,7 @@ class _Joiner:
 
     def _absorbed_products(self) -> Iterator[_Absorbed]:
         """Yields the products of heads of the query with matrices."""
-        for value, reading in self.up.readings.items():
-            if reading.kind != "moved":
-                continue
+        for value, reading in self.up.readings_of("moved"):
             for user in self.projections.users.get(value, ()):
                 if user.op != "dot" or user.sources[0] is not value:
                     continue
@@ -462,10 +460,9 @@ class _Joiner:
 
     def _identity_products(self) -> Iterator[_Absorbed]:
         """Yields the Value of the columns that are not rotated, as a product with [I | 0]."""
-        form, readings = self.form, self.up.readings
-        rotated_columns, heads = set[int](), 0
+        form, rotated_columns, heads = self.form, set[int](), 0
         for _, pairs in rotated_pairs(self.up):  # an indexer may have rotated heads, too
-            rotated_columns |= {*pairs.columns.flatten().tolist()}
+            rotated_columns |= pairs.column_set
             heads = heads or pairs.heads
         if not rotated_columns:
             rotated_columns = self._unrotated_heads()
@@ -476,10 +473,9 @@ class _Joiner:
         width = len(nope) // heads
         eye = torch.eye(width, LATENT, dtype=torch.bfloat16)
         weight = form.expand(form.constant(eye), (heads, width, LATENT))
-        for value, reading in reversed(readings.items()):
-            columns = reading.columns.tolist()
+        for value, reading in reversed(self.up.readings_of("moved")):
             has_node = value in self.projections.graph.nodes
-            if has_node and reading.kind == "moved" and sorted(columns) == nope:
+            if has_node and sorted(reading.columns.tolist()) == nope:
                 nope_columns = torch.tensor(nope, dtype=torch.int64).reshape(heads, width)
                 factor = self._factor(self.up, value)
                 yield _Absorbed(value, weight, nope_columns, factor)
@@ -489,9 +485,9 @@ class _Joiner:
         """Returns the columns of heads as wide as a rotated part, if nothing is rotated, else
         nothing.
         """
-        for value, reading in reversed(self.up.readings.items()):
-            columns = {*reading.columns.tolist()}
-            is_part = reading.kind == "moved" and len(columns) < self.up.columns
+        for value, reading in reversed(self.up.readings_of("moved")):
+            columns = reading.column_set
+            is_part = len(columns) < self.up.columns
             if is_part and value.shape[-1] == ROPE and self._are_read_unchanged(self.up, columns):
                 return columns
         return set()
@@ -515,38 +511,26 @@ class _Joiner:
         down, query_columns = self.down, set(query_norm.columns.tolist())
         error = Departure("norm.absent", f"no {latent} columns of x are normed", down.roots)
         first_norm: Norm | None = None
+        normed = down.readings_of("normed")[::-1]
         # by first column: the serial number of the normed Value
-        serials = {
-            self._start(reading): value.serial for value, reading in self._readings("normed")
-        }
+        serials = {min(reading.column_set): value.serial for value, reading in normed}
         serial = self.up.rows.serial
         for value, reading in sorted(
-            self._readings("normed"), key=lambda item: abs(serials[self._start(item[1])] - serial)
+            normed, key=lambda item: abs(serials[min(item[1].column_set)] - serial)
         ):
-            if len(reading.columns) == latent:
-                columns = reading.columns.tolist()
-                if query_columns.isdisjoint(columns) and len(set(columns)) == latent:
-                    try:
-                        norm = read_norm(down, value, "the latents")
-                    except Departure as departure:
-                        error = departure
-                        continue
-                    if norm.gamma.op == "leaf":
-                        return norm
-                    first_norm = first_norm or norm
+            columns = reading.column_set
+            if len(reading.columns) == len(columns) == latent and columns.isdisjoint(query_columns):
+                try:
+                    norm = read_norm(down, value, "the latents")
+                except Departure as departure:
+                    error = departure
+                    continue
+                if norm.gamma.op == "leaf":
+                    return norm
+                first_norm = first_norm or norm
         if first_norm is None:
             raise error
         return first_norm
-
-    @staticmethod
-    def _start(reading: Reading) -> int:
-        """Returns the first column of a reading."""
-        return int(reading.columns.min())
-
-    def _readings(self, kind: str) -> list[tuple[Value, Reading]]:
-        """Returns the Values of this kind that are computed from x, the last first."""
-        readings = reversed(self.down.readings.items())
-        return [(value, reading) for value, reading in readings if reading.kind == kind]
 
     # -- rotations
 
@@ -567,11 +551,13 @@ class _Joiner:
         start = min(absorbed)
         queries = sorted(
             rotated_pairs(up)[::-1],
-            key=lambda item: (item[1].heads != heads, abs(int(item[1].columns.min()) - start)),
+            key=lambda item: (item[1].heads != heads, abs(min(item[1].column_set) - start)),
         )
         # of parallel layers, the one that makes the latents too comes first
         end = int(key_norm.columns.max())
-        keys = sorted(self._readings("turned"), key=lambda item: abs(self._start(item[1]) - end))
+        keys = sorted(
+            down.readings_of("turned")[::-1], key=lambda item: abs(min(item[1].column_set) - end)
+        )
         scaled_parts = None
         for value, query_pairs in queries:
             for key_value, reading in keys:
@@ -608,9 +594,8 @@ class _Joiner:
             return _Rotated(query, query_pairs, self.form.number(factor_of_query)), _Rotated(
                 key, key_pairs
             )
-        columns = {*query_pairs.columns.flatten().tolist()}
-        for value, reading in self.up.readings.items():
-            if reading.kind == "moved" and columns <= set(reading.columns.tolist()):
+        for value, reading in self.up.readings_of("moved"):
+            if query_pairs.column_set <= reading.column_set:
                 (ones,) = reading.factors
                 if bool((ones[0] == multiple).all()):
                     factor = self._factor(self.up, value)
@@ -626,9 +611,9 @@ class _Joiner:
         """
         parts = list[_Rotated]()
         unused = set(range(site.columns)) - used_columns
-        for value, reading in reversed(site.readings.items()):
-            if reading.kind == "moved" and len(reading.columns) == (width or len(unused)):
-                columns = set(reading.columns.tolist())
+        for value, reading in reversed(site.readings_of("moved")):
+            if len(reading.columns) == (width or len(unused)):
+                columns = reading.column_set
                 (ones,) = reading.factors
                 is_equal = bool((ones == ones[:, :1]).all())
                 is_free = is_equal and columns <= unused and len(columns) == len(reading.columns)
@@ -644,14 +629,8 @@ class _Joiner:
 
         Any other step might be a rotation.
         """
-        moved_values = {
-            value: reading for value, reading in site.readings.items() if reading.kind == "moved"
-        }
-        stack = [
-            value
-            for value, reading in moved_values.items()
-            if columns >= {*reading.columns.tolist()}
-        ]
+        moved = site.readings_of("moved")
+        stack = [value for value, reading in moved if columns >= reading.column_set]
         seen = set[Value]()
         while stack:
             for user in self.projections.users.get(stack.pop(), ()):
@@ -698,9 +677,9 @@ class _Joiner:
         form, width = self.form, absorbed.columns.shape[1]
         rows = form.reshape(form.slice(results.query, -1, 0, width), (self.up.tokens, -1))
         places = {column: place for place, column in enumerate(absorbed.columns.flatten().tolist())}
-        for value, reading in self.up.readings.items():
+        for value, reading in self.up.readings_of("moved"):
             columns = reading.columns.tolist()
-            if reading.kind == "moved" and sorted(columns) == sorted(places):
+            if sorted(columns) == sorted(places):
                 taken_rows = form.take(rows, 1, [places[column] for column in columns])
                 taken_rows = self._times(taken_rows, self._factor(self.up, value))
                 yield self._claim("query", self.up, value, taken_rows)
@@ -737,13 +716,12 @@ class _Joiner:
             ("query_rope", self.up, query, results.query_rope),
             ("kr_rows", self.down, key, results.kr_rows),
         ):
-            columns = {*rotated.pairs.columns.flatten().tolist()}
-            for value, reading in site.readings.items():
-                is_other = reading.kind == "turned" and value is not rotated.value
+            for value, reading in site.readings_of("turned"):
+                is_other = value is not rotated.value
                 pairs = read_pairs(reading, rotated.pairs) if is_other else None
                 if pairs is None or not torch.equal(pairs.diagonal, rotated.pairs.diagonal):
                     continue
-                if {*pairs.columns.flatten().tolist()} == columns:
+                if pairs.column_set == rotated.pairs.column_set:
                     other = _Rotated(value, pairs, rotated.factor)
                     yield self._rotated_claim(part, site, other, rows)
         yield from self._normed_claims(key_norm, "kv_rows", results.kv_rows)
@@ -762,8 +740,8 @@ class _Joiner:
         form, site = self.form, self.down
         places_by_column = {int(column): place for place, column in enumerate(norm.columns)}
         inverse = form.split(norm.value)[0].inverse
-        for value, reading in site.readings.items():
-            if reading.kind == "normed" and places_by_column.keys() == {*reading.columns.tolist()}:
+        for value, reading in site.readings_of("normed"):
+            if places_by_column.keys() == reading.column_set:
                 places = [places_by_column[int(column)] for column in reading.columns]
                 kernel_rows = form.scaled(
                     form.take(rows, 1, places), form.split(value)[0] * inverse

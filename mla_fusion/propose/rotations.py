@@ -56,6 +56,11 @@ class Pairs:
         return both.reshape(self.heads, ROPE)
 
     @property
+    def column_set(self) -> set[int]:
+        """Returns the columns of all heads, without their order."""
+        return set(self.columns.flatten().tolist())
+
+    @property
     def layouts(self) -> tuple[str, str]:
         """Returns the order of elements before and after the rotation: "interleaved" or "half"."""
         steps = int(self.odd[0] - self.even[0]), int(self.second[0] - self.first[0])
@@ -131,12 +136,8 @@ def rotated_pairs(site: Site) -> list[tuple[Value, Pairs]]:
     """Returns the rotated Values of a site that are pairs of heads of ``ROPE``, with their
     pairs.
     """
-    pairs_of = {
-        value: read_pairs(reading)
-        for value, reading in site.readings.items()
-        if reading.kind == "turned"
-    }
-    return [(value, pairs) for value, pairs in pairs_of.items() if pairs is not None]
+    entries = [(value, read_pairs(reading)) for value, reading in site.readings_of("turned")]
+    return [(value, pairs) for value, pairs in entries if pairs is not None]
 
 
 def identity_pairs(reading: Reading) -> Pairs:

@@ -64,6 +64,11 @@ class Reading(NamedTuple):
     second_columns: Tensor | None
     factors: tuple[Tensor, ...]
 
+    @property
+    def column_set(self) -> set[int]:
+        """Returns the columns without their order; of a rotation, the first column of each."""
+        return set(self.columns.tolist())
+
 
 class Projections:
     """Holds the products of a graph with weights, by the activation that they read.
@@ -301,6 +306,10 @@ class Site:
             cone.site = self
             cone.readings = {place: reading for place, reading in pairs if reading is not None}
         return {values[place]: reading for place, reading in cone.readings.items()}
+
+    def readings_of(self, kind: str) -> list[tuple[Value, Reading]]:
+        """Returns the Values of one kind with their readings, in order."""
+        return [entry for entry in self.readings.items() if entry[1].kind == kind]
 
     def probe(self) -> None:
         """Reads the cone itself, if another of its structure was probed: that has other tables."""
