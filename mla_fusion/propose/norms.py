@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from fractions import Fraction
 from math import prod
 
-import torch
-
 from mla_fusion.exact.evaluate import computed_from
 from mla_fusion.exact.prove import Claim, prove
 from mla_fusion.graph.departure import Departure
@@ -40,7 +38,7 @@ class Norm:
     value: Value
     gamma: Value
     epsilon: Fraction
-    columns: torch.Tensor
+    columns: list[int]
 
 
 def fill_products(site: Site, value: Value, fill: Value) -> Value:
@@ -87,7 +85,8 @@ def read_norm(site: Site, value: Value, what: str) -> Norm:
     rows = to_rows(form, value, site.layouts[value], site.tokens)
     leaf, size, has_gamma = site.columns_leaf, len(reading.columns), False
     products = _multiplied(site, leaf)
-    columns = form.take(products, 1, reading.columns.tolist())
+    columns = reading.columns.tolist()
+    latents = form.take(products, 1, columns)
     # numbers stay where they are in roots: only there a root is the kernel's
     fixed = {step: step for step in order([rows], site.roots) if not step.active}
     computed_rows = form.renamed(rows, fixed | _substitutes(site, products))
@@ -98,14 +97,14 @@ def read_norm(site: Site, value: Value, what: str) -> Norm:
         gamma = form.scaled(fill_result, Number((1 + epsilon) / (1 - epsilon)))
         if gamma.active:
             continue
-        has_gamma, normed = True, rms_norm(form, columns, gamma, epsilon)[0]
+        has_gamma, normed = True, rms_norm(form, latents, gamma, epsilon)[0]
         try:
             prove(activations, site.tokens, [Claim("norm", computed_rows, normed)])
         except Departure:
             continue
         if not epsilon and not _has_floor(site, value):
             raise Departure("norm.absent", f"{what} are normed without an epsilon", [value])
-        return Norm(value, gamma, epsilon, reading.columns)
+        return Norm(value, gamma, epsilon, columns)
     if not has_gamma:
         raise Departure(
             "norm.of_input", "what it is multiplied by is made of other activations", [value]

@@ -333,10 +333,10 @@ class _Joiner:
             shape = down.tokens, ROPE
             cos, sin = (form.filled(number, shape, torch.bfloat16) for number in (1, 0))
         nope_rope = torch.cat((columns, query.pairs.columns), 1).flatten()
-        cache_columns = [*key_norm.columns.tolist(), *key.pairs.columns.flatten().tolist()]
+        cache_columns = [*key_norm.columns, *key.pairs.columns.flatten().tolist()]
         arguments = {
             "token_x": down.rows,
-            "weight_dq": form.take(down.weight, 1, query_norm.columns.tolist()),
+            "weight_dq": form.take(down.weight, 1, query_norm.columns),
             "weight_uq_qr": form.take(up.weight, 1, nope_rope.tolist()),
             "weight_uk": weight_uk,
             "weight_dkv_kr": form.take(down.weight, 1, cache_columns),
@@ -365,7 +365,7 @@ class _Joiner:
         optional_claims = list(self._optional_claims(results, query, key, query_norm, key_norm))
         products = [
             *_products_with(up, {*nope_rope.tolist()}),
-            *_products_with(down, {*query_norm.columns.tolist(), *cache_columns}),
+            *_products_with(down, {*query_norm.columns, *cache_columns}),
         ]
         rotation = query.pairs.layouts if is_rotated else None
         fields = results, claims, optional_claims, products, rotation, self.identity_reason
@@ -426,7 +426,7 @@ class _Joiner:
             x = form.reshape(self.down.base, self.down.rows.shape)
             arguments["token_x"], arguments["dequant_scale_x"] = x, x_scales
             weights += [
-                ("dq", self.down, query_norm.columns.tolist(), x_scales),
+                ("dq", self.down, query_norm.columns, x_scales),
                 ("dkv_kr", self.down, cache_columns, x_scales),
             ]
         for name, site, columns, scales_of_rows in weights:
@@ -508,7 +508,7 @@ class _Joiner:
 
         Of parallel layers, those made nearest to the query are tried first.
         """
-        down, query_columns = self.down, set(query_norm.columns.tolist())
+        down, query_columns = self.down, set(query_norm.columns)
         error = Departure("norm.absent", f"no {latent} columns of x are normed", down.roots)
         first_norm: Norm | None = None
         normed = down.readings_of("normed")[::-1]
@@ -554,7 +554,7 @@ class _Joiner:
             key=lambda item: (item[1].heads != heads, abs(min(item[1].column_set) - start)),
         )
         # of parallel layers, the one that makes the latents too comes first
-        end = int(key_norm.columns.max())
+        end = max(key_norm.columns)
         keys = sorted(
             down.readings_of("turned")[::-1], key=lambda item: abs(min(item[1].column_set) - end)
         )
@@ -571,7 +571,7 @@ class _Joiner:
                 )
         if scaled_parts is not None:
             return scaled_parts
-        normed_columns = {*query_norm.columns.tolist(), *key_norm.columns.tolist()}
+        normed_columns = {*query_norm.columns, *key_norm.columns}
         query = self._unrotated(up, absorbed, 0, factor)
         key = self._unrotated(down, normed_columns, ROPE, None)
         if query is None or key is None:
@@ -738,11 +738,11 @@ class _Joiner:
     def _normed_claims(self, norm: Norm, part: str, rows: Value) -> Iterator[Claim]:
         """Yields claims of Values that hold normed rows in another order, or times a number."""
         form, site = self.form, self.down
-        places_by_column = {int(column): place for place, column in enumerate(norm.columns)}
+        places_by_column = {column: place for place, column in enumerate(norm.columns)}
         inverse = form.split(norm.value)[0].inverse
         for value, reading in site.readings_of("normed"):
             if places_by_column.keys() == reading.column_set:
-                places = [places_by_column[int(column)] for column in reading.columns]
+                places = [places_by_column[column] for column in reading.columns.tolist()]
                 kernel_rows = form.scaled(
                     form.take(rows, 1, places), form.split(value)[0] * inverse
                 )
