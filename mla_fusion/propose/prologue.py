@@ -360,7 +360,8 @@ class _Joiner:
             self._add_quantisation(kind, arguments, nope_rope, query_norm, cache_columns)
         defined = prolog.prolog(form, arguments)
         results = prolog.leaves(form, defined, _result_name(down, up))
-        latents = self._returned_latents(query_norm)
+        # the kernel returns bytes if they are quantised
+        latents = query_norm.value if kind is None else form.reshape(up.base, up.rows.shape)
         claims = list(self._claims(results, absorbed, query, key, latents, key_norm))
         optional_claims = list(self._optional_claims(results, query, key, query_norm, key_norm))
         products = [
@@ -368,8 +369,8 @@ class _Joiner:
             *_products_with(down, {*query_norm.columns, *cache_columns}),
         ]
         rotation = query.pairs.layouts if is_rotated else None
-        fields = results, claims, optional_claims, products, rotation, self.identity_reason
-        return Proposal(down.rows, arguments, *fields)
+        fields = claims, optional_claims, products, rotation, self.identity_reason
+        return Proposal(down.rows, arguments, results, *fields)
 
     def _unquantised_latents(self) -> tuple[Value, Value | None]:
         """Returns c_q before it was quantised, and the smooth scales or None."""
@@ -747,12 +748,6 @@ class _Joiner:
                     form.take(rows, 1, places), form.split(value)[0] * inverse
                 )
                 yield self._claim(part, site, value, kernel_rows)
-
-    def _returned_latents(self, query_norm: Norm) -> Value:
-        """Returns the Value that the kernel returns as c_q: bytes if it is quantised."""
-        if self.up.products[0].kind is None:
-            return query_norm.value
-        return self.form.reshape(self.up.base, self.up.rows.shape)
 
     def _times(self, rows: Value, factor: Value | None, is_scaled: bool = True) -> Value:
         """Returns rows times a factor, over the scale of the call.
