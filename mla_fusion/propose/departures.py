@@ -190,15 +190,13 @@ class _NearMisses:
             name = value.op if node is None else node.name
             tensor = None if node is None or value not in self.graph.nodes else node.meta.get("val")
             shape = getattr(tensor, "shape", value.shape)
-            dims = ", ".join(map(self._describe_dim, shape))
+            dims = ", ".join(
+                self.graph.size_text(size) if isinstance(size, int) else str(size) for size in shape
+            )
             key = name if node is None else label(node), dims
             prefix = "another " if nodes_by_name.setdefault(key, node) is not node else ""
             names.append(f"{prefix}{name} [{dims}]")
         return reason.text % tuple(names)
-
-    def _describe_dim(self, size: object) -> str:
-        """Returns a size as text; a symbol by its name."""
-        return self.graph.size_text(size) if isinstance(size, int) else str(size)
 
     # -- the path between products
 
@@ -566,11 +564,12 @@ class _NearMisses:
         other_layers = [
             layer for layer in self.layers.get(self._origin(down.rows), ()) if layer not in query
         ]
+        x_format = operand_format(_rows(q_layer))
         for layer in other_layers:
-            if operand_format(_rows(layer)) is not operand_format(_rows(q_layer)):
+            if operand_format(_rows(layer)) is not x_format:
                 text = "%s and %s multiply x in different formats"
                 return Reason("quant.mixed", text, (layer, q_layer))
-            if _rows(layer) is not _rows(q_layer) and operand_format(_rows(q_layer)) is not None:
+            if _rows(layer) is not _rows(q_layer) and x_format is not None:
                 text = "%s and %s multiply different quantised forms of x"
                 return Reason("quant.tokens_differ", text, (layer, q_layer))
             if layer.op == "opaque" and (reason := self._quantisation_reason((layer,))) is not None:
@@ -583,13 +582,8 @@ class _NearMisses:
         cause = self.odd_step_below(up.roots)
         if cause is not None and cause.code == "linear.hidden":
             return cause
-        fault = departure.values[0]
-        text, values = "%s projects %s; no latent beside it is normed", (q_layer, down.rows)
-        if has_root(self.steps_below(other_layers)):
-            text = "%s projects %s; what else is made of that is not recognised"
-        if fault not in down.roots:
-            text, values = "%s projects %s; %s beside it is no RMSNorm", (*values, fault)  # type: ignore[assignment]
-        return Reason("kv_latent.absent", text, values, fault)
+        text = "%s projects %s; no RMSNorm of another latent is recognised beside it"
+        return Reason("kv_latent.absent", text, (q_layer, down.rows), departure.values[0])
 
     def _absorb_reason(self, departure: Departure, down: Site, up: Site) -> Reason | None:
         """Returns why no part of the query is multiplied by W_uk, or None."""
