@@ -493,18 +493,16 @@ class _NearMisses:
         if cause is not None and (cause.code in _CODES_OF_ANY_PART or _EXCHANGES in cause.text):
             return cause
         if norm is not None:
-            reason = Reason("q_lora.interrupted", "%s projects %s, not the norm %s", (norm,))
+            code, text, source = "q_lora.interrupted", "%s projects %s, not the norm %s", norm
         elif layers:
             text = "%s projects %s, which is no RMSNorm of %s"
-            reason = Reason("norm.absent", text, (layers[0],))
+            code, source = "norm.absent", layers[0]
         else:
             return None
-        values = layer, rows, *reason.values
+        values = layer, rows, source
         if cause is None:
-            return Reason(reason.code, reason.text, values, rows)
-        return Reason(
-            reason.code, f"{reason.text}; {cause.text}", (*values, *cause.values), cause.step
-        )
+            return Reason(code, text, values, rows)
+        return Reason(code, f"{text}; {cause.text}", (*values, *cause.values), cause.step)
 
     def _weight_reason(self, layer: Value) -> Reason | None:
         """Returns the reason if a weight changes with the call, or is scaled behind its product."""
@@ -534,24 +532,20 @@ class _NearMisses:
         for layer in layers:
             if (reason := self._weight_reason(layer)) is not None:
                 return reason
-            rows, node = _rows(layer), self._node(layer)
-            weights_only = _weights_only_reason(layer)
-            is_opaque = layer.op == "opaque" and node is not None
-            bias = argument(node, "bias") if is_opaque and node is not None else None
-            if bias is not None:
-                text = f"%s ({kinds.called(node)}) adds {bias.name}"  # type: ignore[arg-type]
+            rows, node = _rows(layer), self._node(layer) if layer.op == "opaque" else None
+            bias = None if node is None else argument(node, "bias")
+            if node is not None and bias is not None:
+                text = f"%s ({kinds.called(node)}) adds {bias.name}"
                 return Reason("linear.bias", text, (layer,))
-            is_rounded = any(map(_is_rounding, (rows, *self.layers_above(rows)[1])))
-            if weights_only is not None and operand_format(rows) is None and not is_rounded:
-                return weights_only
-            if (
-                weights_only is not None
-                and layer is up
-                and unquantised_rows(self.form, rows) is None
-            ):
-                cut = self._token_cut([layer], self.steps_below([layer]))  # of padded rows
-                return cut or Reason("quant.dynamic", "%s multiplies %s", (layer, rows))
-            if is_opaque and node is not None:
+            weights_only = _weights_only_reason(layer)
+            if weights_only is not None:
+                is_rounded = any(map(_is_rounding, (rows, *self.layers_above(rows)[1])))
+                if operand_format(rows) is None and not is_rounded:
+                    return weights_only
+                if layer is up and unquantised_rows(self.form, rows) is None:
+                    cut = self._token_cut([layer], self.steps_below([layer]))  # of padded rows
+                    return cut or Reason("quant.dynamic", "%s multiplies %s", (layer, rows))
+            if node is not None:
                 text = f"%s ({kinds.called(node)}) {UNKNOWN}"
                 return Reason("linear.hidden", text, (layer,))
         return None
