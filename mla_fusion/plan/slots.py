@@ -216,7 +216,7 @@ def _divided_slots(index: Value, size: Fraction) -> Value | None:
     stack = [index]
     while stack:
         value = stack.pop()
-        if value.function_name == "quotient":
+        if value.function == "quotient":
             return _dividend(value, size)
         if value.op in ("sum", "reshape", "cast", "expand"):
             stack += value.sources
@@ -225,7 +225,7 @@ def _divided_slots(index: Value, size: Fraction) -> Value | None:
 
 def _dividend(value: Value, size: Fraction) -> Value | None:
     """Returns ``s`` if the Value is ``s // size``, else None."""
-    if value.function_name != "quotient":
+    if value.function != "quotient":
         return None
     source, divisor = value.sources[0], filled_with(value.sources[1])
     return source if divisor is not None and divisor.literal[1].ratio == size else None

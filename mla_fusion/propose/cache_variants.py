@@ -133,7 +133,7 @@ class _Variants:
     def _clip_ratio(self, rows: Value) -> float | None:
         """Returns the ratio between the clip limit of a tile and its largest element, or None."""
         for value in order([rows], [self.base.x]):
-            if value.function_name == "clip":
+            if value.function == "clip":
                 tiles, limit = value.sources
                 ratio = self._ratio(limit, quantise.largest(self.form, tiles))
                 ratio_number = ratio and filled_with(ratio)
@@ -149,7 +149,7 @@ class _Variants:
         part  the result whose rows are in the cache
         """
         inner = strip_reshapes(rows)
-        if inner.function_name not in _FORMAT_NAMES:
+        if inner.function not in _FORMAT_NAMES:
             return None
         for claim in self._claims(part):
             if prod(claim.graph.shape) != prod(inner.shape):

@@ -360,11 +360,11 @@ class _NearMisses:
             words = "; ".join(filter(None, (f"%s ({target}) {verb}", unused_rule)))
             return Reason("step.unknown", words, (value,))
         narrows = op == "cast" and (value.dtype.itemsize == 1 or not value.is_float)
-        if narrows or value.function_name == "to":
+        if narrows or value.function == "to":
             dtype = value.dtype if narrows else value.literal[1]
             return Reason("step.choice", f"%s rounds to {dtype}", (value,))
-        if op == "function" and value.function_name not in _QUANTISING:
-            is_choice = value.function_name not in _SMOOTH
+        if op == "function" and value.function not in _QUANTISING:
+            is_choice = value.function not in _SMOOTH
             verb = "picks by the values it reads" if is_choice else "is no step of a prologue"
             return Reason("step.choice" if is_choice else "", f"%s {verb}", (value,))
         return self._added_term(value, layers) if op in ("sum", "join") else None
@@ -779,12 +779,12 @@ def _is_layer_output(value: Value) -> bool:
 
 def _is_quantised(value: Value) -> bool:
     """Returns True if the Value is a quantisation of other numbers."""
-    return value.function_name in BYTES or (value.op == "opaque" and "quant" in str(value.literal))
+    return value.function in BYTES or (value.op == "opaque" and "quant" in str(value.literal))
 
 
 def _is_rounding(value: Value) -> bool:
     """Returns True if the Value is of one byte, or is rounded."""
-    is_rounding = value.dtype.itemsize == 1 or value.function_name in _ROUNDING
+    is_rounding = value.dtype.itemsize == 1 or value.function in _ROUNDING
     return is_rounding or _is_quantised(value)
 
 

@@ -53,12 +53,12 @@ def strip_views(value: Value) -> Value:
 def operand_format(rows: Value) -> NumberFormat | None:
     """Returns the format of the operand of a product, or None for floats."""
     inner = strip_views(rows)
-    if inner.function_name == "of format":
+    if inner.function == "of format":
         return next(kind for kind in FORMATS if kind.number == inner.literal[1])
     if inner.op == "product":
         return MXFP8 if any(map(_is_mxfp8, inner.sources)) else None
     if rows.active or inner.op == "function":  # what is active has no dtype of its own
-        return _FORMATS.get(inner.function_name)
+        return _FORMATS.get(inner.function)
     kinds = (kind for kind in FORMATS if kind.element == rows.dtype and not kind.in_blocks)
     return next(kinds, None)
 
@@ -67,7 +67,7 @@ def _is_mxfp8(value: Value) -> bool:
     """Returns True if the Value holds the elements of an operand in mxfp8."""
     inner = strip_views(value)
     if inner.op == "function":
-        return inner.function_name == MXFP8.name
+        return inner.function == MXFP8.name
     return inner.dtype == MXFP8.element and not inner.active
 
 
@@ -76,9 +76,9 @@ def unquantised_rows(form: Form, rows: Value) -> Value | None:
     kind, inner = operand_format(rows), strip_views(rows)
     if kind is MXFP8:
         return _unquantised_blocks(form, rows, inner)
-    if inner.function_name == "of format":
+    if inner.function == "of format":
         inner = strip_views(inner.sources[0])
-    if kind is None or inner.function_name != kind.name:
+    if kind is None or inner.function != kind.name:
         return None
     operand = inner.sources[0]
     if operand.op != "product":
@@ -98,7 +98,7 @@ def has_fixed_step(rows: Value) -> bool:
     inner = strip_views(rows)
     if inner.op == "opaque":
         return "npu_quantize" in inner.literal[0]
-    if inner.function_name not in BYTES:
+    if inner.function not in BYTES:
         return False
     return all(
         factor.op not in ("function", "opaque")
@@ -122,7 +122,7 @@ def _unquantised_blocks(form: Form, rows: Value, inner: Value) -> Value | None:
 
 def _is_power_of_two(value: Value) -> bool:
     """Returns True if the Value is the power of two of a block of mxfp8."""
-    return strip_views(value).function_name == "power of two"
+    return strip_views(value).function == "power of two"
 
 
 def split_blocks(form: Form, value: Value) -> tuple[Value, Value] | None:
@@ -160,7 +160,7 @@ def operand_bytes(form: Form, rows: Value) -> Value:
     if blocks is not None:
         return blocks[0]
     inner = strip_views(rows)
-    is_named = inner.function_name == "of format"
+    is_named = inner.function == "of format"
     return inner.sources[0] if is_named else rows
 
 
