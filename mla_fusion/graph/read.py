@@ -13,7 +13,7 @@ the graph uses as a number is a leaf.
 from __future__ import annotations
 
 import operator as python
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import cached_property, lru_cache
 from math import gcd, prod
 from typing import Any
@@ -28,7 +28,6 @@ from mla_fusion.compat import (
     guarded_equal,
     hint_of,
     schema_of,
-    tree_leaves,
     tree_map,
 )
 from mla_fusion.fx import registered
@@ -211,7 +210,9 @@ class Graph:
         """The Values that nodes hold, by the Value without the number in front."""
         multiples: dict[Value, list[Value]] = {}
         for value in self.nodes:
-            multiples.setdefault(self.form.split(value)[1], []).append(value)
+            is_multiple = value.op == "product" and value.literal[0] == (1,)
+            unscaled = value.sources[0] if is_multiple else value
+            multiples.setdefault(unscaled, []).append(value)
         return multiples
 
     @property
@@ -283,7 +284,7 @@ class Graph:
         literals = set[float]()
         for node in self.gm.graph.nodes:
             example = node.meta.get("val")
-            arguments = tree_leaves([node.args, node.kwargs])
+            arguments = _leaves([node.args, node.kwargs.values()])
             for number in (*arguments, example, *getattr(example, "shape", ())):
                 if isinstance(number, (int, float)):
                     literals.add(abs(number))
@@ -542,7 +543,7 @@ class Graph:
         It does not if a symbolic size is a place along an axis. The start and the end of a slice
         may be symbolic, unless they count from the end of the axis: torch guards their sign.
         """
-        places = tree_leaves([arguments[name] for name in _PLACE_ARGUMENTS if name in arguments])
+        places = _leaves([arguments[name] for name in _PLACE_ARGUMENTS if name in arguments])
         ends = (arguments.get(name) for name in ("start", "end"))
         sizes = (end for end in ends if isinstance(end, Size))
         from_end = any((hint_of(size.symbolic) or 0) < 0 for size in sizes)
@@ -567,7 +568,7 @@ class Graph:
 
     def run(self, call: Call, target: Any, arguments: dict[str, Any], node: Node) -> Reading:
         """What the rule or the decomposition makes of a call; None: it is opaque."""
-        has_pairs = any(isinstance(item, Pair) for item in tree_leaves(arguments))
+        has_pairs = Pair in map(type, _leaves(arguments.values()))
         if has_pairs and call.name in arithmetic.OF_PARTS:
             if not isinstance(call.dtype, torch.dtype) or not call.dtype.is_complex:
                 return None
@@ -683,12 +684,8 @@ class Graph:
 
     def _fold(self, target: Any, positional: Any, options: Any, meta_value: Any) -> Reading:
         """Computes a call of literals alone with torch. None if it is no such call."""
-        for item in tree_leaves([positional, options]):
-            if isinstance(item, Value):
-                if not _is_literal(item) or any(map(is_open, item.shape)):
-                    return None
-            elif isinstance(item, (Pair, Size)):
-                return None
+        if not all(map(_is_known, _leaves([positional, options.values()]))):
+            return None
         if not isinstance(meta_value, torch.Tensor) or has_symbols(meta_value.shape):
             return None
         if prod(meta_value.shape) > _MOST_FOLDED:
@@ -732,8 +729,8 @@ class Graph:
         It is equal to no other node's if it is random or not initialised.
         """
         meta_value = node.meta.get("val")
-        arguments = tree_leaves(self.argument([*node.args, *node.kwargs.items()]))
-        values = list(values_of(arguments))
+        arguments = _leaves(self.argument([*node.args, *node.kwargs.items()]))
+        values = values_of(arguments)
         other_arguments = [
             (place, "Pair" if isinstance(argument, Pair) else argument)
             for place, argument in enumerate(arguments)
@@ -828,18 +825,34 @@ def _is_sum_of_products(expression: Any) -> bool:
     )
 
 
-def values_of(reading: Reading) -> Iterator[Value]:
-    """Yields the Values of a reading; both parts of a Pair."""
-    for item in tree_leaves([reading]):
-        if isinstance(item, Value):
-            yield item
-        elif isinstance(item, Pair):
-            yield from (item.real, item.imag)
+def values_of(reading: Reading) -> list[Value]:
+    """The Values of a reading; both parts of a Pair."""
+    if isinstance(reading, Value):
+        return [reading]
+    if isinstance(reading, Pair):
+        return [reading.real, reading.imag]
+    if isinstance(reading, (list, tuple)):
+        return [value for part in reading for value in values_of(part)]
+    return []
 
 
-def _is_literal(value: Value) -> bool:
-    """True if all elements of a Value are known."""
-    return value.op == "constant" or filled_with(value) is not None
+def _leaves(arguments: Iterable[Any]) -> list[Any]:
+    """The items of nested lists."""
+    leaves = list[Any]()
+    for item in arguments:
+        if isinstance(item, (list, tuple)):
+            leaves += _leaves(item)
+        else:
+            leaves.append(item)
+    return leaves
+
+
+def _is_known(argument: Any) -> bool:
+    """True for a number, and for a Value all of whose elements are known."""
+    if isinstance(argument, Value):
+        is_literal = argument.op == "constant" or filled_with(argument) is not None
+        return is_literal and not any(map(is_open, argument.shape))
+    return not isinstance(argument, (Pair, Size))
 
 
 def _as_tensor(argument: Any) -> Any:
