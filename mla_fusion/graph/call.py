@@ -190,16 +190,16 @@ class Call:
         if not dtype.is_floating_point:
             total = form.total(terms, constant, dtype)
             return self._function_if_overflow(total, dtype, "sum")
+        shape = broadcast(value.shape for _, value in terms)
         nonzero = [(times, value) for times, value in terms if not _is_zero(value)]
         if not constant and len(nonzero) == 1 and number(nonzero[0][0]).is_power_of_two:
             times, value = nonzero[0]
-            shape = broadcast(value.shape for _, value in terms)
             return form.expand(form.scaled(form.cast(value, dtype), number(times)), shape)
         nonzero.sort(key=lambda term: (term[1].serial, term[0]))
         literals = tuple(Fraction(times) for times, _ in nonzero), Fraction(constant)
         values = [value for _, value in nonzero]
         total = form.function("sum", *values, literals=literals, dtype=dtype)
-        return form.expand(total, broadcast(value.shape for _, value in terms))
+        return form.expand(total, shape)
 
     def product(self, factors: Iterable[Factor], times: Number = ONE) -> Value:
         """The product of Values to exponents, times a number, in the call's dtype.
@@ -269,8 +269,7 @@ class Call:
             filled = filled_with(operand)
             if filled is None:
                 raise Departs
-            result: Number = filled.literal[1]
-            return result
+            return filled.literal[1]
         if isinstance(operand, (int, float)) and not isinstance(operand, Size):
             return literal(operand)
         raise Departs

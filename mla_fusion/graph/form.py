@@ -115,8 +115,7 @@ class Value:
     @property
     def function(self) -> str:
         """The name of a function; "" for any other operation."""
-        name: str = self.literal[0] if self.op == "function" else ""
-        return name
+        return self.literal[0] if self.op == "function" else ""
 
     @property
     def operands(self) -> list[tuple[Value, Any]]:

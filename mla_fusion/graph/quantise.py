@@ -120,14 +120,12 @@ def _is_within_steps(form: Form, value: Value) -> bool:
     return False
 
 
-def cast(c: Call, value: Any, dtype: torch.dtype) -> Value:
+def cast(c: Call, value: Value, dtype: torch.dtype) -> Value:
     """A cast. An active Value that is cast to one byte becomes a quantised function.
 
     The cast stays a function of its own if the Value was not rounded and saturated before.
     """
     form = c.form
-    if not isinstance(value, Value):
-        raise Departs
     if not value.active or dtype.itemsize > 1 or dtype == torch.bool:
         if value.active and dtype.is_floating_point:
             return value
@@ -330,10 +328,9 @@ def _greater(c: Call, x: Any, other: Any) -> Value:
             limits = (limit_value, None) if is_most else (None, limit_value)
             return form.expand(clamp(c, value, *limits), c.shape)
     if is_most and first.shape == second.shape:
-        row_sources = [_rows_of_maximum(value) for value in (first, second)]
-        if None not in row_sources and form.negated(row_sources[0]) is row_sources[1]:  # type: ignore[arg-type]
-            maximum = largest(form, row_sources[0])  # type: ignore[arg-type]
-            return form.reshape(maximum, first.shape)
+        rows, negated_rows = map(_rows_of_maximum, (first, second))
+        if rows is not None and form.negated(rows) is negated_rows:
+            return form.reshape(largest(form, rows), first.shape)
     for value, limit_of in ((first, second), (second, first)):  # minimum(maximum(v, -limit), limit)
         if value.function == opposite:
             for inner, bound_value in (value.sources, value.sources[::-1]):
