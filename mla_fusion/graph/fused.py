@@ -18,16 +18,13 @@ from mla_fusion.meta import number_formats
 
 
 def rms_norm(
-    form: Form, x: Value, gamma: Value | None, epsilon: Fraction, rank: int = 1
+    form: Form, x: Value, gamma: Value, epsilon: Fraction, rank: int = 1
 ) -> tuple[Value, Value]:
     """RMSNorm over the last ``rank`` axes: the normed rows, and the factor 1 / rms of each row."""
     axes = range(len(x.shape) - rank, len(x.shape))
     squares = form.mean(form.power(x, 2), list(axes))
     step = form.power(form.total([(1, squares)], epsilon), Fraction(-1, 2))
-    factors = [(x, 1), (step, 1)]
-    if gamma is not None:
-        factors.append((form.bare(gamma), 1))
-    return form.product(factors), step
+    return form.times(x, step, form.bare(gamma)), step
 
 
 @operator("npu::npu_rms_norm")
