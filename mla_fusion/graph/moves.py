@@ -413,7 +413,7 @@ def _(
     first, last, step = slice(start, end, step).indices(x.shape[dim])
     if src.shape[dim] != len(range(first, last, step)):
         raise Departs  # a symbolic end was cut to the number that the axis is bound to
-    return _write_slice(c, x, src, dim, first, last, step)
+    return _write_slice(c, x, src, dim, first, step)
 
 
 def _is_written_by_rows(form: Form, x: Value, src: Value, dim: int) -> bool:
@@ -430,18 +430,16 @@ def _write_run(c: Call, x: Value, src: Value, dim: int, first: int, step: int = 
     return write_rows(c, x, dim, 1, inner.sum(terms), src)
 
 
-def _write_slice(
-    c: Call, x: Value, src: Value, dim: int, first: int, last: int, step: int
-) -> Value:
-    """Writes ``src`` into a slice of an axis and returns all of ``x``.
+def _write_slice(c: Call, x: Value, src: Value, dim: int, first: int, step: int = 1) -> Value:
+    """Writes ``src`` at places first, first + step, .. of an axis and returns all of ``x``.
 
     Only the part of ``src`` that changes ``x`` is written. Active rows of an input are written by
     row numbers; anything else becomes a join.
     """
-    form, size, count = c.form, x.shape[dim], len(range(first, last, step))
+    form, size, count = c.form, x.shape[dim], src.shape[dim]
     is_part = 0 < count < size
-    if last - first == 1 and src.op == "join" and src.literal == dim + 1 < len(x.shape) - 1:
-        block = form.slice(x, dim, first, last)
+    if count == 1 and src.op == "join" and src.literal == dim + 1 < len(x.shape) - 1:
+        block = form.slice(x, dim, first, first + 1)
         parts = _changed_parts(form, block, src, dim + 1, 0)
         if len(parts) == 1:  # rows of one block are rows of all blocks
             ((part, offset),) = parts
@@ -449,14 +447,12 @@ def _write_slice(
             leading, trailing = x.shape[:dim], x.shape[dim + 2 :]
             rows = form.reshape(part, (*leading, part_count, *trailing))
             flat = form.reshape(x, (*leading, -1, *trailing))
-            return form.reshape(
-                _write_slice(c, flat, rows, dim, first, first + part_count, 1), x.shape
-            )
+            return form.reshape(_write_slice(c, flat, rows, dim, first), x.shape)
     is_run = is_part and step == 1
     parts = _changed_parts(form, x, src, dim, first) if is_run and src.op == "join" else []
     if len(parts) == 1 and parts[0][0] is not src:
         ((src, first),) = parts
-        return _write_slice(c, x, src, dim, first, first + src.shape[dim], 1)
+        return _write_slice(c, x, src, dim, first)
     if is_part and _is_written_by_rows(form, x, src, dim):
         return _write_run(c, x, src, dim, first, step)
     src = form.expand(
@@ -464,13 +460,12 @@ def _write_slice(
         [count if at == dim else n for at, n in enumerate(x.shape)],
     )
     if step == 1:
-        before, behind = form.slice(x, dim, 0, first), form.slice(x, dim, last, size)
+        before, behind = form.slice(x, dim, 0, first), form.slice(x, dim, first + count, size)
         return form.join([before, src, behind], dim)
     if is_open(size) or is_open(count):
         raise Departs
     places = list(range(size))
-    for at, place in enumerate(range(first, last, step)):
-        places[place] = size + at
+    places[first : first + count * step : step] = range(size, size + count)
     return form.take(form.join([x, src], dim), dim, places)
 
 
@@ -495,7 +490,7 @@ def _changed_parts(
 def _(c: Call, x: Value, src: Value, dim: int, index: int) -> Value:
     dim, index = dim % len(x.shape), index % x.shape[dim]
     src = c.form.reshape(src, [1 if at == dim else n for at, n in enumerate(x.shape)])
-    return _write_slice(c, x, src, dim, index, index + 1, 1)
+    return _write_slice(c, x, src, dim, index)
 
 
 @operator("where", "masked_fill")
