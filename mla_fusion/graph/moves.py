@@ -488,7 +488,7 @@ def _changed_parts(
 
 @operator("select_scatter")
 def _(c: Call, x: Value, src: Value, dim: int, index: int) -> Value:
-    dim, index = dim % len(x.shape), index % x.shape[dim]
+    dim, index = dim % len(x.shape), range(x.shape[dim])[index]
     src = c.form.reshape(src, [1 if at == dim else n for at, n in enumerate(x.shape)])
     return _write_slice(c, x, src, dim, index)
 
