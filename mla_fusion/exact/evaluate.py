@@ -215,20 +215,13 @@ class Evaluation:
         shape = self.binding.shape(layout)
         if prod(shape) > _MANY:
             raise Undecided(value)
-        places, count = torch.zeros((), dtype=torch.int64), 1
-        for axis, size in zip(reversed(layout), reversed(shape), strict=True):
-            axis_places, axis_size = torch.zeros(1, dtype=torch.int64), 1
-            for digit in axis:
-                stride, number = self.binding.digit(digit)
-                is_copied = stride > 0 and stride * number == self.binding.tokens
-                own_size = number // self.binding.copies if is_copied else number
-                axis_places = (
-                    axis_places.unsqueeze(-1) * own_size + torch.arange(number) % own_size
-                ).reshape(-1)
-                axis_size *= own_size
-            places = places + axis_places.view(size, *[1] * places.dim()) * count
-            count *= axis_size
-        return field.random_at(name, places)
+        places = torch.zeros(1, dtype=torch.int64)
+        for digit in (digit for axis in layout for digit in axis):
+            stride, number = self.binding.digit(digit)
+            is_copied = stride > 0 and stride * number == self.binding.tokens
+            own_size = number // self.binding.copies if is_copied else number
+            places = (places.unsqueeze(-1) * own_size + torch.arange(number) % own_size).flatten()
+        return field.random_at(name, places.reshape(shape))
 
     def _compute_beside(self, value: Value, layout: Layout) -> Elements | None:
         """The elements of a Value computed from its sources. None: they are random."""

@@ -17,8 +17,9 @@ Some steps have no layout: a slice or a roll of tokens, a regrouping across them
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from math import prod
+from operator import mul
 
 from torch import Tensor
 
@@ -282,9 +283,7 @@ class Binding:
         sizes = [2] * (count - 1) + [3] if count else [1]
         self.period, self.copies = prod(sizes), copies
         sizes[-1] *= copies
-        self._bound_strides = [1]
-        for size in sizes:
-            self._bound_strides.append(self._bound_strides[-1] * size)
+        self._bound_strides = [*accumulate(sizes, mul, initial=1)]
         self.tokens = self.period * copies
 
     def refined(self) -> Binding | None:
