@@ -86,10 +86,9 @@ def _(
     if rotary_mode != "interleave":
         return apply_rope(form, x, r1, r2, interleaved=False)
     pairs = form.reshape(x, (*x.shape[:-1], x.shape[-1] // 2, 2))
-    even, odd = form.slice(pairs, -1, 0, 1), form.slice(pairs, -1, 1, 2)
-    rotated_half = form.reshape(form.join([form.negated(odd), even], -1), x.shape)
+    rotated_pairs = form.reshape(rotate_half(form, pairs), x.shape)
     r1, r2 = form.bare(r1), form.bare(r2)
-    return form.plus(form.times(x, r1), form.times(rotated_half, r2))
+    return form.plus(form.times(x, r1), form.times(rotated_pairs, r2))
 
 
 # -- the key's half
@@ -120,11 +119,13 @@ def _(
     latents = rms_norm(form, latents, gamma, c.ratio_of(epsilon))[0]
     keys = apply_rope(form, keys, cos, sin, interleaved=True)
     caches = []
-    for name, cache, rows in (("k_rope", k_cache, keys), ("c_kv", ckv_cache, latents)):
-        scale = options.get(f"{name}_scale")
+    for result, name, cache, rows in (
+        ("k_rope", "k_cache", k_cache, keys),
+        ("c_kv", "ckv_cache", ckv_cache, latents),
+    ):
+        scale = options.get(f"{result}_scale")
         if scale is not None:
-            stem = "k_cache" if name == "k_rope" else "ckv_cache"
-            kind = number_formats.of_product((cache.dtype,), (options.get(f"{stem}_dtype"),))
+            kind = number_formats.of_product((cache.dtype,), (options.get(f"{name}_dtype"),))
             if kind is None:
                 raise Departs
             rows = quantise.saturated(form, form.times(rows, form.bare(scale)), kind)
