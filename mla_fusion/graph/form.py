@@ -424,15 +424,13 @@ class Form:
                     and (is_widening(value) or (may_narrow and _is_wide(value.dtype)))
                 ):
                     bare_value = self.bare(source, may_narrow and is_widening(value))
-            elif value.op in MOVES:
+            elif value.op in MOVES or (value.op == "product" and value.literal[0] == (1,)):
                 bare_value = self.rebuilt(
                     value, [self.bare(source, may_narrow) for source in value.sources]
                 )
             elif value.op == "gather":
                 base, index = value.sources
                 bare_value = self.rebuilt(value, [self.bare(base, may_narrow), index])
-            elif value.op == "product" and len(value.sources) == 1 and value.literal[0] == (1,):
-                bare_value = self.rebuilt(value, [self.bare(value.sources[0], may_narrow)])
             elif may_narrow and _is_outer(value):  # its own rounding is left out, too
                 exponents, times = value.literal[1]
                 sources = [self.bare(source, False) for source in value.sources]

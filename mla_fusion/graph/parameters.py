@@ -83,10 +83,9 @@ def _source_inputs(operand: object) -> set[Node]:
             inputs.add(node)
         elif node.op == "call_function":
             target = node.target
-            is_move = isinstance(target, OpOverload) and (
+            if isinstance(target, OpOverload) and not (
                 target.is_view or name_of(target).removesuffix("_copy") in _MOVED
-            )
-            if isinstance(target, OpOverload) and not is_move:
+            ):
                 return set()
             stack += node.all_input_nodes
     return inputs

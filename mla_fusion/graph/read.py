@@ -688,10 +688,8 @@ class Graph:
             return None
         if not isinstance(meta_value, torch.Tensor) or has_symbols(meta_value.shape):
             return None
-        if prod(meta_value.shape) > _MOST_FOLDED:
-            return None
-        schema = signature(target)
-        if schema.is_random or schema.is_mutable or "empty" in schema.word:
+        schema, is_large = signature(target), prod(meta_value.shape) > _MOST_FOLDED
+        if is_large or schema.is_random or schema.is_mutable or "empty" in schema.word:
             return None
         ignored = ("device", "pin_memory", "layout")
         kept_options = {name: item for name, item in options.items() if name not in ignored}
