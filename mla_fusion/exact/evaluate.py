@@ -14,6 +14,7 @@ a Value depend on the Value alone: it has the same elements wherever it is used.
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Mapping
+from functools import reduce
 from math import prod
 from typing import Any
 
@@ -259,29 +260,22 @@ class Evaluation:
     def _elementwise_beside(
         self, value: Value, operands: list[Elements], layout: Layout
     ) -> Elements | None:
-        """An element-wise operation beside the activations; of weights, if the result is a
-        weight.
+        """An element-wise operation beside the activations. A product of weights is a weight; None
+        for any other operation of weights.
         """
         if value.op == "cast" and is_widening(value):
             return operands[0]
-        tensors = [operand for operand in operands if isinstance(operand, Tensor)]
-        if len(tensors) < len(operands):
-            return self._product_of_weights(value, operands, layout)
-        return self._elementwise(value, tensors)
-
-    def _product_of_weights(
-        self, value: Value, operands: list[Elements], layout: Layout
-    ) -> Elements | None:
-        """A product of weights as a weight. None for any other operation of weights."""
-        if value.op != "product" or value.literal[1].roots or set(value.literal[0]) != {1}:
+        weights = [operand for operand in operands if isinstance(operand, Weight)]
+        if not weights:
+            return self._elementwise(value, list(map(self.dense, operands)))
+        if len(weights) < len(operands) or value.op != "product":
             return None
-        product = None
-        for operand in operands:
-            if not isinstance(operand, Weight):
-                return None
-            expanded = operand.expand(self.binding.shape(layout))
-            product = expanded if product is None else product.times(expanded)
-        return product.scaled(field.fraction(value.literal[1].ratio, self.p)) if product else None
+        exponents, number = value.literal
+        if number.roots or set(exponents) != {1}:
+            return None
+        shape = self.binding.shape(layout)
+        product = reduce(Weight.times, [weight.expand(shape) for weight in weights])
+        return product.scaled(field.fraction(number.ratio, self.p))
 
     def _gather_beside(
         self, value: Value, base_layout: Layout, index_layout: Layout, layout: Layout

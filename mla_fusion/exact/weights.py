@@ -55,20 +55,14 @@ class Piece:
 
         The product over the axes, summed over the ranks, is the element.
         """
-        factors: list[Tensor] | None = None
+        factors = [torch.ones(1, 1, dtype=torch.int64)] * len(self.places[0])
+        factors[0] = factors[0] * (self.factor % p)
         for leaf, places in zip(self.leaves, self.places, strict=True):
-            leaf_factors = [
-                _axis_powers(leaf, axis, axis_places, p) for axis, axis_places in enumerate(places)
+            pairs = enumerate(zip(factors, places, strict=True))
+            factors = [
+                (factor.unsqueeze(1) * _axis_powers(leaf, axis, axis_places, p) % p).flatten(0, 1)
+                for axis, (factor, axis_places) in pairs
             ]
-            if factors is None:
-                factors = [leaf_factors[0] * (self.factor % p) % p, *leaf_factors[1:]]
-            else:
-                pairs = zip(factors, leaf_factors, strict=True)
-                factors = [
-                    (factor.unsqueeze(1) * leaf_factor % p).flatten(0, 1)
-                    for factor, leaf_factor in pairs
-                ]
-        assert factors is not None
         return factors
 
 
