@@ -156,15 +156,12 @@ class Weight:
         pieces, sizes = list[Any](), [weight.shape[axis] for weight in weights]
         for weight_number, weight in enumerate(weights):
             before, after = sum(sizes[:weight_number]), sum(sizes[weight_number + 1 :])
-            for piece in weight.pieces:
 
-                def padded(places: Places, before: int = before, after: int = after) -> Places:
-                    axis_places = torch.nn.functional.pad(
-                        places[axis], (before, after), value=_ZERO
-                    )
-                    return (*places[:axis], axis_places, *places[axis + 1 :])
+            def padded(places: Places, before: int = before, after: int = after) -> Places:
+                axis_places = torch.nn.functional.pad(places[axis], (before, after), value=_ZERO)
+                return (*places[:axis], axis_places, *places[axis + 1 :])
 
-                pieces.append(piece.moved(padded))
+            pieces += weight._map_places(padded).pieces
         return cls(_merge_pieces(pieces))
 
     def dense(self, p: int) -> Tensor:

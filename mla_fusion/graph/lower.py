@@ -176,11 +176,10 @@ class Lowering:
         """Coefficients times sources, added up."""
         coefficients, constant = value.literal
         terms = zip(coefficients, self._operands(value), strict=True)
-        total = None
-        for times, handle in sorted(terms, key=lambda term: term[0] != 1):
-            if total is None:
-                total = self._scale(handle, number(times))
-            elif times == -1:
+        (first_times, first), *others = sorted(terms, key=lambda term: term[0] != 1)
+        total = self._scale(first, number(first_times))
+        for times, handle in others:
+            if times == -1:
                 total = self.b.call(aten.sub.Tensor, total, handle)
             else:
                 alpha = {} if times == 1 else {"alpha": self._scalar(number(times))}
