@@ -368,9 +368,16 @@ class _Joiner:
             *_products_with(up, {*nope_rope.tolist()}),
             *_products_with(down, {*query_norm.columns, *cache_columns}),
         ]
-        rotation = query.pairs.layouts if is_rotated else None
-        fields = claims, optional_claims, products, rotation, self.identity_reason
-        return Proposal(down.rows, arguments, results, *fields)
+        return Proposal(
+            x=down.rows,
+            arguments=arguments,
+            results=results,
+            claims=claims,
+            optional_claims=optional_claims,
+            products=products,
+            rotation=query.pairs.layouts if is_rotated else None,
+            identity_reason=self.identity_reason,
+        )
 
     def _unquantised_latents(self) -> tuple[Value, Value | None]:
         """Returns c_q before it was quantised, and the smooth scales or None."""
