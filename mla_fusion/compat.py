@@ -122,9 +122,8 @@ def has_argument(operator: str, name: str) -> bool:
     return any(argument.name == name for schema in schemas for argument in schema.arguments)
 
 
-def has_kernel(name: str, key: str) -> bool:
-    """Returns True if the operator has a kernel for a dispatch key."""
-    return torch._C._dispatch_has_kernel_for_dispatch_key(name, key)
+# arguments: the name of an operator, and a dispatch key
+has_kernel: Callable[[str, str], bool] = torch._C._dispatch_has_kernel_for_dispatch_key
 
 
 def registrations(name: str) -> list[str]:
@@ -218,9 +217,8 @@ storage_id: Callable[[Tensor], int] = getattr(torch._C, "_storage_id")  # noqa: 
 version_of: Callable[[Tensor], int] = attrgetter("_version")
 
 
-def is_wrapper(value: object) -> bool:
-    """Returns True for a tensor that consists of other tensors: a DTensor, a quantised weight."""
-    return bool(is_traceable_wrapper_subclass(value))
+# True for a tensor that consists of other tensors: a DTensor, a quantised weight
+is_wrapper: Callable[[object], bool] = is_traceable_wrapper_subclass
 
 
 def parts_of(tensor: Any) -> Iterator[Tensor]:
