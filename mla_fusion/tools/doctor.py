@@ -5,7 +5,6 @@ operator.
 from __future__ import annotations
 
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -144,7 +143,7 @@ def _offline(error: str | None) -> Facts:
         "active": offline.is_active(),
         "standins": str(directory) if directory else None,
         "cache": str(standins.cache_root()),
-        "c_compiler": next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None),
+        "c_compiler": standins.find_compiler(),
         "error": error,
     }
 

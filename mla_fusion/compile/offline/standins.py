@@ -132,9 +132,14 @@ def _recipe() -> str:
     return hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:8]
 
 
+def find_compiler() -> str | None:
+    """Returns the path of a C compiler, or None."""
+    return next(filter(None, map(shutil.which, COMPILERS)), None)
+
+
 def _publish(missing: Missing, home: Path) -> None:
     """Builds the stand-ins in a directory of its own, and renames that to ``home``."""
-    compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
+    compiler = find_compiler()
     if compiler is None:
         raise OfflineError(
             "the offline runtime builds stand-ins for the CANN libraries and found no C compiler "
