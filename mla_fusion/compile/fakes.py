@@ -86,11 +86,12 @@ class Relocation:
 
     def _module(self, module: nn.Module) -> nn.Module:
         """Returns a deep copy. Its memo has every tensor, so no tensor is copied."""
-        memo: dict[int, Any] = {}
-        for part in module.modules():
-            for value in tree_leaves(vars(part)):
-                if isinstance(value, Tensor):
-                    memo[id(value)] = self(value)
+        memo = {
+            id(value): self(value)
+            for part in module.modules()
+            for value in tree_leaves(vars(part))
+            if isinstance(value, Tensor)
+        }
         for buffer in module.buffers():
             remember_numbers(buffer, self(buffer))
         return copy.deepcopy(module, memo)
