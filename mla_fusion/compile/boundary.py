@@ -52,10 +52,6 @@ _UNCOUNTED = (
 )
 
 
-class _UnpackableError(Exception):
-    """A weight depends on more than inputs of the graph."""
-
-
 class PackedWeight(NamedTuple):
     """A weight that the pass packs.
 
@@ -108,8 +104,8 @@ class BoundaryBuilder(GraphBuilder):
         """
         try:
             program, positions, result = self._program(recipe, leaves)
-        # LookupError: the sizes of the weight are not known before the graph runs
-        except (_UnpackableError, LookupError):
+        # it depends on more than inputs, or its sizes are not known before the graph runs
+        except LookupError:
             if exact is not None:
                 raise
             return recipe(self)
@@ -149,7 +145,7 @@ class BoundaryBuilder(GraphBuilder):
                 for node in graph.nodes[leaf][:1]
             )
             program, positions, _ = self._program(row_numbers, source_nodes(graph, [slots]))
-        except (_UnpackableError, LookupError) as error:
+        except LookupError as error:
             log.warning(
                 "the slots of %s are not checked: they are not made of inputs (%s)",
                 caches[0][0],
@@ -227,7 +223,7 @@ class BoundaryBuilder(GraphBuilder):
         Returns the program, the places of its arguments, and the node of its result. If the result
         is an argument as it is, the program is None.
 
-        Raises ``_UnpackableError``, or LookupError for a size that inputs do not tell.
+        Raises LookupError for what :meth:`_copied` refuses, and for a size that inputs do not tell.
         """
         graph, copies = self._copied(leaves)
         end = graph.output(None)
@@ -257,7 +253,7 @@ class BoundaryBuilder(GraphBuilder):
         them. A value that is one number everywhere is filled again, without the tensor that only
         gave its dtype.
 
-        Raises ``_UnpackableError`` for the size of a tensor, which may be the number of tokens, and
+        Raises LookupError for the size of a tensor, which may be the number of tokens, and
         for a step that draws numbers.
         """
         graph = Graph()
@@ -275,7 +271,7 @@ class BoundaryBuilder(GraphBuilder):
             if is_symbolic(value) and expression_of(value) in by_value:
                 copies[node] = by_value[expression_of(value)]
             elif word(node) in ("sym_size", "sym_numel") or is_random(node):
-                raise _UnpackableError
+                raise LookupError
             elif node in fills:
                 options = {"dtype": value.dtype, "device": value.device}
                 copies[node] = graph.call_function(
