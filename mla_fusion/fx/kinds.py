@@ -244,9 +244,11 @@ def is_mutating(node: Node) -> bool:
     return signature(node.target).is_mutable
 
 
-def has_effect(node: Node) -> bool:
-    """Returns True if the node must stay even if nothing reads it."""
-    return is_mutating(node) or word(node) in _UNSEEN
+def writes(node: Node) -> bool:
+    """Returns True if the node writes into a tensor, or returns one with other elements at some
+    places.
+    """
+    return is_writer(node) or is_mutating(node) or word(node) in _UNSEEN
 
 
 def is_random(node: Node) -> bool:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 
 from torch.fx import Node
 
-from mla_fusion.fx.kinds import has_effect, is_getitem, is_view, is_writer, op_name, word
+from mla_fusion.fx.kinds import is_getitem, is_view, op_name, word, writes
 from mla_fusion.fx.sizes import has_symbols
 from mla_fusion.fx.walk import INPUTS, is_copy_into, origin, reached, views_and_writers
 from mla_fusion.graph.form import nearest, strip_reshapes
@@ -90,7 +90,7 @@ def _cache_writes(plan: Plan) -> Leftover:
 
 def _gives_cache(node: Node) -> bool:
     """Returns True if a node writes a cache or returns all of one, as a user's operator may."""
-    if is_writer(node) or has_effect(node):
+    if writes(node):
         return True
     return not _is_view_only(node) and any(_written_caches(node))
 
@@ -104,7 +104,7 @@ def _nodes_to_caches(rows: Iterable[Node]) -> list[Node]:
 
     def is_end(node: Node) -> bool:
         """Returns True if the node writes the rows."""
-        return node not in rows and (is_writer(node) or has_effect(node))
+        return node not in rows and writes(node)
 
     def readers(node: Node) -> Iterator[Node]:
         """Returns the readers that may lead to a cache write."""
