@@ -260,9 +260,9 @@ class BoundaryBuilder(GraphBuilder):
         numbers = [node for node in self._originals if is_size(node)]
         copies = {node: graph.node_copy(node) for node in numbers}
         by_value = {expression_of(node.meta["val"]): copies[node] for node in numbers}
-        steps = {node for leaf in leaves for node in nodes_between(numbers, leaf)}
+        steps = nodes_between(numbers, leaves)
         fills = {node: number for node in steps if (number := _fill(node)) is not None}
-        steps = {node for leaf in leaves for node in nodes_between((*numbers, *fills), leaf)}
+        steps = nodes_between((*numbers, *fills), leaves)
         inputs = [node for node in self._originals if node in steps]
         for node in inputs:
             copies[node] = graph.node_copy(node)

@@ -62,8 +62,8 @@ def reached(
                 items.append(successor)
 
 
-def nodes_between(sources: Iterable[Node], sink: Node) -> set[Node]:
-    """Returns the nodes from which ``sink`` is computed, up to ``sources`` and without them.
+def nodes_between(sources: Iterable[Node], sinks: Iterable[Node]) -> set[Node]:
+    """Returns the nodes from which ``sinks`` are computed, up to ``sources`` and without them.
 
     What a filled tensor reads is not among them: its numbers do not depend on it.
     """
@@ -73,7 +73,7 @@ def nodes_between(sources: Iterable[Node], sink: Node) -> set[Node]:
         """Returns the operands of a node, or none if the walk ends there."""
         return () if node in ends or filled_with(node) is not None else node.all_input_nodes
 
-    return {*reached([sink], operands)} - ends
+    return {*reached(sinks, operands)} - ends
 
 
 def is_copy_into(node: Node, target: Node) -> bool:

@@ -66,7 +66,7 @@ def pack_once(gm: GraphModule, config: Config) -> int:
                 readers.setdefault(weight, []).append((call, position))
     inputs = gm.graph.find_nodes(op="placeholder")
     mark_arguments(inputs)
-    steps = {weight: sorted(nodes_between((), weight)) for weight in readers}
+    steps = {weight: sorted(nodes_between((), [weight])) for weight in readers}
     weights = [weight for weight in readers if not differs_by_call(_inputs_of(steps[weight]))]
     if not weights:
         return 0
