@@ -94,9 +94,9 @@ class _Reader:
             case ast.Attribute() if name := dotted(node):
                 return Word(name)
             case ast.List(elts=items):
-                return [self.value(item) for item in items]
+                return list(map(self.value, items))
             case ast.Tuple(elts=items):
-                return tuple(self.value(item) for item in items)
+                return tuple(map(self.value, items))
             case ast.Dict(keys=keys) if all(isinstance(key, ast.Constant) for key in keys):
                 return dict(zip(map(self.value, keys), map(self.value, node.values), strict=True))
             case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as number)):
