@@ -155,20 +155,20 @@ def _run_or_report_defect(
     """Fills the report, and returns it. After a defect, the graph is unchanged, and the only
     rejection of a new report names the defect.
     """
-    config, annotated_nodes = report.config, list[Node]()
+    annotated_nodes: list[Node] = []
     try:
         annotated_nodes = describe_attributes(gm)
         form = normalised(gm)
         form = take_apart(form) if boundary else form
-        one_pass = Pass(form, config, boundary, usual_threads, report)
+        one_pass = Pass(form, boundary, usual_threads, report)
         one_pass.plan()
         if one_pass.plans and builder is not None:
             one_pass.commit(gm, builder)
         return report
     except Exception as error:
-        reason = _defect(error, config)
+        reason = _defect(error, report.config)
         rejections = [Rejection(reason.code, message(reason.code, reason.detail))]
-        return Report(config, rejected=rejections, committed=report.committed)
+        return Report(report.config, rejected=rejections, committed=report.committed)
     finally:
         for node in annotated_nodes:
             del node.meta["val"]
@@ -182,16 +182,16 @@ class Pass:
     """
 
     def __init__(
-        self, form: GraphModule, config: Config, boundary: bool, usual_threads: int, report: Report
+        self, form: GraphModule, boundary: bool, usual_threads: int, report: Report
     ) -> None:
-        self.config, self.report = config, report
+        self.config, self.report = report.config, report
         self._clock = Clock(report.timings)
         self.graph = Graph(form)
         self._clock.stop("view")
         self._projections = Projections(self.graph)
-        self._planner = Planner(self.graph, self._projections, config, boundary)
-        self._verified = Verifier(self.graph, config, usual_threads)
-        self._record = Record(self.graph, config, report)
+        self._planner = Planner(self.graph, self._projections, report.config, boundary)
+        self._verified = Verifier(self.graph, report.config, usual_threads)
+        self._record = Record(self.graph, report)
         self.plans: list[Plan] = []
 
     def plan(self) -> None:

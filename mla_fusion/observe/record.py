@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.fx import Node
 
 from mla_fusion.compat import tree_leaves
-from mla_fusion.config import Config
 from mla_fusion.exact.field import POINTS
 from mla_fusion.exact.prove import CHANCE
 from mla_fusion.fx import module_path, registered
@@ -42,8 +41,8 @@ from mla_fusion.witness.compare import Outcome
 class Record:
     """Writes the entries of one graph's report."""
 
-    def __init__(self, graph: Graph, config: Config, report: Report) -> None:
-        self._graph, self._config, self._report = graph, config, report
+    def __init__(self, graph: Graph, report: Report) -> None:
+        self._graph, self._config, self._report = graph, report.config, report
         self._labels = module_path.Labels(graph.gm.graph)
 
     def add_fusion(self, plan: Plan, outcome: Outcome) -> None:
