@@ -79,8 +79,7 @@ def _restore(builder: GraphBuilder, node: Node, traced: Any, readers: set[Node])
     outermost_first = sorted(axes, key=lambda axis: -strides[axis])
     back = [outermost_first.index(axis) for axis in axes]
     in_order = builder.call(aten.permute.default, node, outermost_first)
-    dense = builder.call(aten.clone.default, in_order, memory_format=torch.contiguous_format)
-    restored = builder.call(aten.permute.default, dense, back)
+    restored = builder.call(aten.permute.default, builder.contiguous(in_order), back)
     for reader in readers:
         reader.replace_input_with(node, restored)
 
