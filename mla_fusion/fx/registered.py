@@ -192,7 +192,8 @@ def digest() -> str:
     return hashed.hexdigest() if _FUNCTIONS else ""
 
 
-_LITERALS = (NoneType, bool, int, float, complex, str, bytes, torch.dtype, torch.device)
+_TYPES = NoneType, bool, int, float, complex, str, bytes, torch.dtype, torch.device
+_LITERALS = (*_TYPES, OpOverload, OpOverloadPacket)
 _LIBRARIES = frozenset((*sys.stdlib_module_names, "torch"))  # their release fixes what they are
 
 
@@ -208,8 +209,6 @@ def _text(value: Any, outer: tuple[Any, ...] = ()) -> str:
     outer = (*outer, value)
     if isinstance(value, _LITERALS):
         return repr(value)
-    if isinstance(value, OpOverload | OpOverloadPacket):
-        return str(value)
     if isinstance(value, tuple | list):
         return f"{type(value)} {[_text(item, outer) for item in value]}"
     if _is_named(value):
@@ -269,7 +268,7 @@ def body(node: Node) -> Graph | str:
     Its inputs are ``node.all_input_nodes``. Returns the reason if the function cannot be used, and
     "" for any other node.
     """
-    function = _FUNCTIONS.get(node.target) if _FUNCTIONS and node.op == "call_function" else None
+    function = _FUNCTIONS.get(node.target) if _FUNCTIONS else None
     if function is None:
         return ""
     try:
