@@ -306,10 +306,7 @@ def traced_with(size: Any, symbol: Any) -> int:
 
 def _hints(env: Any) -> dict[Any, Any]:
     """Returns values by symbol. The attribute's name depends on the release."""
-    hints: dict[Any, Any] = (
-        env.backed_var_to_val if hasattr(env, "backed_var_to_val") else env.var_to_val
-    )
-    return hints
+    return env.backed_var_to_val if hasattr(env, "backed_var_to_val") else env.var_to_val
 
 
 ModeT = TypeVar("ModeT", bound=FakeTensorMode)

@@ -130,9 +130,7 @@ class Backend:
             _, examples, wrap = fuse_for_torchair(graph, examples, config, inputs, options)
             return wrap(compile_further(graph, examples))
 
-        compile_with_torchair = torchair_bridge.backend(package, options, infer)
-        compiled: Callable[..., Any] = compile_with_torchair(gm, [*inputs])
-        return compiled
+        return torchair_bridge.backend(package, options, infer)(gm, [*inputs])
 
 
 def _with_cpu(gm: GraphModule, inputs: Sequence[Any], config: Config) -> Callable[..., Any]:
@@ -160,9 +158,7 @@ def _with_cpu(gm: GraphModule, inputs: Sequence[Any], config: Config) -> Callabl
         "bw_compiler": lambda graph, _: make_boxed_func(graph.forward),
         "inference_compiler": infer,
     }
-    compile_with_aot = aot_autograd(**compilers, keep_inference_input_mutations=True)
-    compiled: Callable[..., Any] = compile_with_aot(gm, inputs)
-    return compiled
+    return aot_autograd(**compilers, keep_inference_input_mutations=True)(gm, inputs)
 
 
 class NotSaved(AttributeError, RuntimeError):

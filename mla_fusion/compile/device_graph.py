@@ -12,7 +12,7 @@ import inspect
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch.fx import GraphModule
@@ -114,7 +114,7 @@ def trace(
     target, fakes = relocate(module_or_fn, args, device)
 
     def on_graph(gm: GraphModule, inputs: Inputs) -> Callable[..., Any]:
-        return cast("Callable[..., Any]", backend(gm, in_tracing_mode(inputs)))
+        return backend(gm, in_tracing_mode(inputs))
 
     torch.compiler.reset()  # neither uses compiled code of the caller nor leaves any
     with quiet_fakes(), torch.no_grad():

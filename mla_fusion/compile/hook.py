@@ -137,8 +137,7 @@ def _generate(config: Config, surroundings: tuple[str, ...]) -> FunctionType:
     options = ", ".join(f"{name}={text}" for name, text in literals.items())
     namespace: dict[str, Any] = {"__name__": __name__}
     exec(_SOURCE.format(version=__version__, surroundings=surroundings, options=options), namespace)
-    hook: FunctionType = namespace["mla_fusion_pass"]
-    return hook
+    return namespace["mla_fusion_pass"]
 
 
 def _skip_literal(entry: Any) -> str:

@@ -29,8 +29,7 @@ _PASSES = "torch._inductor.custom_graph_pass"
 
 def pass_class() -> type:
     """Returns Inductor's base class of custom passes."""
-    base: type = import_module(_PASSES).CustomGraphPass
-    return base
+    return import_module(_PASSES).CustomGraphPass
 
 
 def accept(kind: type) -> None:

@@ -63,8 +63,7 @@ class Builder(ABC):
 
     def dtype(self, value: Any) -> torch.dtype:
         """Returns the dtype of a value."""
-        dtype: torch.dtype = value.dtype
-        return dtype
+        return value.dtype
 
     @abstractmethod
     def sizes(self, shape: Sequence[Any], of: Any = None) -> list[Any]:

@@ -74,8 +74,7 @@ def shape_of(node: Node) -> Any:
 
 def dtype_of(node: Node) -> torch.dtype:
     """Returns the dtype of a node that holds one tensor."""
-    dtype: torch.dtype = node.meta["val"].dtype
-    return dtype
+    return node.meta["val"].dtype
 
 
 def is_float(dtype: torch.dtype) -> bool:

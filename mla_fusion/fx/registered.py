@@ -362,6 +362,4 @@ def traced_call(
         return function(*args, **kwargs)
 
     with mode or nullcontext(), torch.no_grad():
-        traced = make_fx(results, table)(*(operand.meta["val"] for operand in operands))
-    graph: Graph = traced.graph
-    return graph
+        return make_fx(results, table)(*(operand.meta["val"] for operand in operands)).graph
