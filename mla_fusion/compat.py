@@ -136,7 +136,7 @@ def override(library: torch.library.Library, operator: str, kernel: Callable[...
     if "allow_override" in signature(torch.library.Library.impl).parameters:  # since torch 2.8
         library.impl(operator, kernel, allow_override=True)
         return
-    registered: set[str] = getattr(torch.library, "_impls")  # noqa: B009  # its stubs leave it out
+    registered = getattr(torch.library, "_impls")  # noqa: B009  # its stubs leave it out
     registered.discard(f"{library.ns}/{operator}/{library.dispatch_key}")
     library.impl(operator, kernel)
 

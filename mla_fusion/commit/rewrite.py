@@ -61,10 +61,10 @@ class Writer:
         self.b.copy = self._copy
         self.replaced_reads: dict[tuple[Node, Node], None] = {}
         self._lower = _ResultLowering(self.b, graph, {}, self._is_usable)
-        self._called: set[Plan] = set()
+        self._called = set[Plan]()
         self.values: dict[Node, Node] = {}
         self._written = ChainMap(self.values, self.b.copies)
-        self._open: set[Node] = set()
+        self._open = set[Node]()
         # the plans that read a node, other than as a cache
         self._readers: dict[Any, list[Plan]] = {}
         for plan in plans:

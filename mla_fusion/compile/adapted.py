@@ -113,7 +113,7 @@ class Viewed:
 
     def __call__(self, args: Sequence[Any]) -> Tensor:
         """Returns the view. Raises RuntimeError if strides of the cache do not allow it."""
-        cache: Tensor = args[self.position]
+        cache = args[self.position]
         if self.part is not None:
             cache = self.part.of(cache)
         return cache if self.shape is None else cache.view(self.shape)

@@ -153,7 +153,7 @@ def _with_cpu(gm: GraphModule, inputs: Sequence[Any], config: Config) -> Callabl
         _report_gradients(graph, config)
         return make_boxed_func(graph.forward)  # frees what it has used
 
-    compilers: dict[str, Any] = {
+    compilers = {
         "fw_compiler": decline,
         "bw_compiler": lambda graph, _: make_boxed_func(graph.forward),
         "inference_compiler": infer,

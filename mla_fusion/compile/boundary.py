@@ -267,7 +267,7 @@ class BoundaryBuilder(GraphBuilder):
         for node in inputs:
             copies[node] = graph.node_copy(node)
         for node in sorted(steps.union(fills).difference(inputs)):
-            value: Any = value_of(node)
+            value = value_of(node)
             if is_symbolic(value) and expression_of(value) in by_value:
                 copies[node] = by_value[expression_of(value)]
             elif word(node) in ("sym_size", "sym_numel") or is_random(node):

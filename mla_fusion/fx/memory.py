@@ -8,7 +8,6 @@ and a view becomes a view of the other result.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch.fx import Graph, Node
@@ -102,7 +101,7 @@ def _lies_in(node: Node) -> Node | None:
 
 def _memory(node: Node) -> object:
     """Returns the identity of the memory of a node's tensor; None for other values."""
-    value: Any = value_of(node)
+    value = value_of(node)
     return storage_id(value) if isinstance(value, torch.Tensor) else None
 
 

@@ -118,7 +118,7 @@ class Binding:
         self._primes = [prime for prime in _PRIMES if prime not in literals] or [*_PRIMES]
         self._numbers: dict[Any, int] = {}  # by symbol
         self._solved: dict[Any, Any] = {}  # what symbols, and quotients of them, are equal to
-        self._traced: set[Any] = set()  # symbols that keep the numbers of the trace
+        self._traced = set[Any]()  # symbols that keep the numbers of the trace
         self._divisors: dict[Any, int] = {}  # by symbol, where it stands for a size divided by that
 
     def equate(self, a: Any, b: Any) -> None:

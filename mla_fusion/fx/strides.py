@@ -32,7 +32,7 @@ def follow(
     exact     True: what leaves the graph, and what random and custom operators read, gets the old
               strides
     """
-    traced: dict[Node, Any] = {
+    traced = {
         new: old.meta["val"]
         for new, old in replaced
         if new.users and not lie_alike(new.meta["val"], old.meta["val"])

@@ -119,7 +119,7 @@ class _Copy:
         output = graph.output_node()
         copies = _last_copies(graph) if call.written else []
         operand_of = dict(zip(graph.find_nodes(op="placeholder"), call.operands, strict=True))
-        values: dict[Node, Any] = dict.fromkeys((output, *copies))
+        values = dict.fromkeys((output, *copies))
         for placeholder, operand in operand_of.items():
             if isinstance(operand, _Entry):
                 args = outside[operand.base], 0, operand.index
@@ -130,7 +130,7 @@ class _Copy:
             key: node.meta[key] for key in _ORIGIN if call.is_shared and node.meta.get(key)
         }
         self.add(graph, values, f"{path}.", own_origin or origin)
-        written: dict[Any, Any] = {base: outside[base] for base in call.written}
+        written = {base: outside[base] for base in call.written}
         for copy in copies:
             operand, new = operand_of[copy.args[0]], map_arg(copy.args[1], values.__getitem__)
             if isinstance(operand, _Entry):

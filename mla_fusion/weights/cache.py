@@ -53,7 +53,7 @@ class Entry:
 
     def __init__(self, sources: Sequence[Any], packed: torch.Tensor, recipe: Packed) -> None:
         self.recipe = recipe
-        self.users: WeakSet[User] = WeakSet()
+        self.users = WeakSet[User]()
         self.memory: torch.Tensor | None = _without_base(packed)
         self._remember(sources, self.memory)
 
@@ -196,7 +196,7 @@ class Packed:
 
         Raises WeightError if it would not hold the numbers that it must.
         """
-        packed: torch.Tensor = self.program(*sources)
+        packed = self.program(*sources)
         exact = self.exact
         # a fake tensor holds no numbers
         if exact is None or isinstance(packed, FakeTensor) or exact.holds(packed, sources[0]):

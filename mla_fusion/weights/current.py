@@ -35,7 +35,7 @@ class Weights:
         self.wanted = tuple(wanted)
         self._sources = [position for item in wanted for position in item.positions]
         self._sets: dict[object, Current] = {}
-        self._entries: set[Entry] = set()  # expired entries too: they are packed in place
+        self._entries = set[Entry]()  # expired entries too: they are packed in place
 
     def of(self, args: Sequence[Any]) -> tuple[Tensor, ...]:
         """Returns the weights packed of these arguments, in the order of ``wanted``."""

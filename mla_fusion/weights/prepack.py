@@ -74,7 +74,7 @@ def inverse(program: GraphModule, parameter: Tensor) -> Inverse | None:
     if len(leaves) != 1 or any(word(step) not in _VIEWS | _COPIES for step in steps):
         return None
     leaf = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
-    viewed: Tensor = Without(program).run(leaf)
+    viewed = Without(program).run(leaf)
     order = tuple(sorted(range(viewed.dim()), key=viewed.stride, reverse=True))
     has_all = storage_id(viewed) == storage_id(leaf) and viewed.permute(order).is_contiguous()
     if not has_all or (viewed.dtype, viewed.numel()) != (leaf.dtype, leaf.numel()):
@@ -143,7 +143,7 @@ _MODULES: WeakKeyDictionary[nn.Module, dict[str, _Laid]] = WeakKeyDictionary()
 
 def own(module: nn.Module, name: str) -> Tensor | None:
     """Returns a module's own parameter or buffer."""
-    parameter: Tensor | None = module._parameters.get(name)
+    parameter = module._parameters.get(name)
     return module._buffers.get(name) if parameter is None else parameter
 
 
@@ -175,7 +175,7 @@ def lay_out(module: nn.Module, name: str, program: GraphModule, inverse: Inverse
     with compile_lock(), outside_modes():
         if reason := _shared_memory(parameter):
             return reason
-        packed: Tensor = Without(program, frozenset([_CAST])).run(parameter.data)
+        packed = Without(program, frozenset([_CAST])).run(parameter.data)
         if storage_id(packed) != storage_id(parameter):
             parameter.data = inverse(packed)  # frees its memory, before a cast asks for more
         if any(word(step) == _CAST for step in program.graph.nodes):

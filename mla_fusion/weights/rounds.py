@@ -69,7 +69,7 @@ class Rounds:
             self._next, self._steps = previous._next, previous._steps
         kind = watched[0].source.content.device.type
         self._every = STEPS_A_LOOK.get(kind, STEPS_A_LOOK_OF_OTHERS)
-        self._looks: deque[_Look] = deque()
+        self._looks = deque[_Look]()
         self._turn = Lock()  # one of the threads that call the graph looks; the others do not wait
 
     @property

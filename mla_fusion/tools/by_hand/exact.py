@@ -114,7 +114,7 @@ def _verdict(fused: Target, reference: Target, eager: Mapping[str, float], input
             placeholders.append(node)
         else:
             weights[node] = tensors[spec.target].detach()
-    results: Any = output.args[0]
+    results = output.args[0]
     half = len(results) // 2
     arguments = memory.tensors_of_inputs(inputs)
     titles = [*(f"output {at}" for at in range(half - len(arguments))), *arguments]

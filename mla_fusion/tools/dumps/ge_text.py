@@ -114,7 +114,7 @@ def _value(message: Message) -> Value:
 def parse(text: str) -> Message:
     """Returns the fields of a message. Raises DumpError for anything but protobuf text."""
     fields: Message = []
-    stack: list[Field] = [("", fields, 1)]
+    stack = [("", fields, 1)]
     for number, line in enumerate(text.splitlines(keepends=True), 1):
         place = 0
         while place < len(line):

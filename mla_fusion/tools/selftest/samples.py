@@ -199,7 +199,7 @@ def sample_key(mode: str = "PA_BNSD", int8: bool = False) -> Arguments:
     batches, pool = (2, (2, 1, 16)) if is_norm else (1, (4, 32, 1))
     lead, rows = (batches, 1, 8 // batches), prod(pool) // batches
     index = torch.stack([torch.randperm(rows, generator=make)[: lead[2]] for _ in range(batches)])
-    arguments: Arguments = {
+    arguments = {
         "kv": noise(*lead, latent + rope),
         "gamma": 1 + noise(latent) / 8,
         "cos": noise(*lead, rope),
