@@ -311,8 +311,7 @@ class _Witness:
             if failure and kind not in WIDE and self._is_rounding(pair, drawn, errors, mask, times):
                 failure = ""
         if failure:
-            detail = f"{pair.part} at {pair.before.name}, {kind}: {failure}"
-            raise Mismatch(detail)
+            raise Mismatch(f"{pair.part} at {pair.before.name}, {kind}: {failure}")
         if kind in WIDE:
             return
         largest = float((expected - actual).abs().max()) if len(by_row) else 0.0
