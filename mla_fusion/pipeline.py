@@ -219,8 +219,7 @@ class Pass:
                 departures.append(refusal)
             self._clock.stop("plan")
         departures += self._choose_plans([*outcomes])
-        places = {node: place for place, node in enumerate(self.graph.gm.graph.nodes)}
-        self.plans.sort(key=lambda plan: places[plan.products[0]])
+        self.plans.sort(key=lambda plan: plan.products[0])
         for plan in self.plans:
             self._record.add_fusion(plan, outcomes[plan])
         fused = [value for plan in self.plans for value in plan.proposal.products]
