@@ -225,10 +225,13 @@ def _is_written_back(plan: Plan, cache: Node) -> bool:
         return True
     if any(is_copy_into(user, cache) for user in cache.users):
         return True
-    writes = plan.caches.writes.values()
-    written_values = {write.value for write in writes if write.cache is cache}
-    cache_nodes = [node for node, value in plan.replaced.items() if value in written_values]
-    return any(is_mutating(step) for node in cache_nodes for step in upward(node, views_and_writes))
+    written = {write.value for write in plan.caches.writes.values() if write.cache is cache}
+    return any(
+        is_mutating(step)
+        for node, value in plan.replaced.items()
+        if value in written
+        for step in upward(node, views_and_writes)
+    )
 
 
 def describe_absence(projections: Projections) -> tuple[str, ...]:
