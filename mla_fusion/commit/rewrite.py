@@ -101,8 +101,7 @@ class Writer:
                 result = self._lower.known[plan.results[name]]
                 self.b.at(None, {})
                 target = self.b.cache(cache, shape)
-                args = target, result
-                self.b.insert(aten.copy_.default, args, {}, target.meta["val"])
+                self.b.insert(aten.copy_.default, (target, result), {}, target.meta["val"])
 
     def _is_usable(self, node: Node) -> bool:
         """Returns True if lowering may read the node."""

@@ -363,7 +363,7 @@ def describe_attributes(gm: GraphModule) -> list[Node]:
 def fake_mode_of(graph: Graph) -> Any:
     """Returns the mode in which the graph's values are fake; None if no value is."""
     modes = (getattr(value_of(node), "fake_mode", None) for node in graph.nodes)
-    return next((mode for mode in modes if mode is not None), None)
+    return next(filter(None, modes), None)
 
 
 def faked(value: Any, mode: Any) -> Any:
