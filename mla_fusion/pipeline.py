@@ -28,13 +28,13 @@ from mla_fusion.graph.departure import Departure
 from mla_fusion.graph.form import Value
 from mla_fusion.graph.parameters import used_as_weights
 from mla_fusion.graph.pools import take_apart
-from mla_fusion.graph.read import Graph, values_of
+from mla_fusion.graph.read import Graph
 from mla_fusion.machine import compiling_for
 from mla_fusion.observe.clock import Clock, default_device_cpu, use_cpu_threads
 from mla_fusion.observe.record import Record, describe_absence
 from mla_fusion.plan import policy
 from mla_fusion.plan.caches import InPlace
-from mla_fusion.plan.outputs import Partition, partition_nodes
+from mla_fusion.plan.outputs import Partition, departure_at, partition_nodes
 from mla_fusion.plan.plan import Plan
 from mla_fusion.plan.planner import Planner
 from mla_fusion.plan.skip import SkipError, check_skip
@@ -315,7 +315,7 @@ def _in_bodies(graph: Graph) -> Iterator[Departure]:
         if has_prologue or departures_to_report(projections, departures, []):
             caller = callers[0]
             detail = f"{caller.name} runs it in {node.target}"
-            yield Departure("graph.branch", detail, list(values_of(graph.readings[caller])))
+            yield departure_at(graph, caller, "graph.branch", detail)
 
 
 def _defect(error: Exception, config: Config) -> Departure:

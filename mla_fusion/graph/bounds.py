@@ -125,7 +125,7 @@ def of(value: Value) -> Bounds | None:
     if op == "sum":
         if any(part.denominator != 1 for part in (*literal[0], literal[1])):
             return None
-        terms = dict(zip(sources, literal[0], strict=True))
+        terms = dict(value.operands)
         ranges = [_number_bounds(int(literal[1]))]
         for source, divisor in _remainders(terms):
             ranges.append(

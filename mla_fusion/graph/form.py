@@ -722,7 +722,7 @@ class Form:
         others.
         """
         factors = list[Factor]()
-        for source, exponent in zip(value.sources, value.literal[0], strict=True):
+        for source, exponent in value.operands:
             inner_axis = axis - len(value.shape) + len(source.shape)
             inner: Value | None = source
             if inner_axis >= 0 and source.shape[inner_axis] != 1:

@@ -100,12 +100,10 @@ def _is_within_steps(form: Form, value: Value) -> bool:
     """True if the Value is at most 127 because it is divided by the largest of its row."""
     if value.op != "product":
         return False
-    exponents, times = value.literal
-    pairs = list(zip(value.sources, exponents, strict=True))
-    for factor, exponent in pairs:
+    for factor, exponent in value.operands:
         if exponent == -1 and is_size(factor):
-            other_factors = [pair for pair in pairs if pair[0] is not factor]
-            rows = form.expand(form.product(other_factors, times), value.shape)
+            other_factors = [pair for pair in value.operands if pair[0] is not factor]
+            rows = form.expand(form.product(other_factors, value.literal[1]), value.shape)
             row_number, inner = form.split(rows)
             if inner.function == "clip":
                 ratio, size = form.split(inner.sources[1])

@@ -37,23 +37,17 @@ def emit_call(builder: Builder, lower: Lowering, plan: Plan) -> dict[Value, Any]
     lower  lowers Values into the same builder
     """
     arguments = plan.proposal.arguments
-    mode = plan.modes[0]
     is_x_quantised = "dequant_scale_x" in arguments
     bfloat16 = torch.bfloat16
     x = lower.of(arguments["token_x"], None if is_x_quantised else bfloat16)
     weights = []
     for name in _WEIGHTS:
-        keeps_dtype = name != "weight_uk" and mode and (is_x_quantised or name == "weight_uq_qr")
-        is_nz = name != "weight_uk"
-        if not is_nz and plan.proposal.identity_reason is not None:
-            weights.append(_packed_identity(builder, plan))
-            continue
+        is_identity = name == "weight_uk" and plan.proposal.identity_reason is not None
         weights.append(
-            _packed_operand(builder, plan, name, None if keeps_dtype else bfloat16, is_nz)
+            _packed_identity(builder, plan) if is_identity else _packed_operand(builder, plan, name)
         )
     gammas = [_gamma(builder, plan, name) for name in _GAMMAS]
     sin, cos = (lower.of(arguments[name], bfloat16) for name in ("rope_sin", "rope_cos"))
-    lead = [plan.tokens]
     options: dict[str, Any] = {}
     if isinstance(plan.caches, InPlace):
         caches = [builder.cache(node, shape) for _, node, shape in plan.written_caches]
@@ -62,16 +56,16 @@ def emit_call(builder: Builder, lower: Lowering, plan: Plan) -> dict[Value, Any]
         options["cache_index"] = builder.cast(lower.of(plan.caches.slots), torch.int64)
     else:
         widths = arguments["weight_uk"].shape[2], arguments["rope_cos"].shape[1]
-        caches = [row_buffer(builder, x, lead, width) for width in widths]
+        caches = [row_buffer(builder, x, plan.tokens, width) for width in widths]
     for name in _COLUMN_SCALES:
         if name in arguments:
-            options[name] = _packed_operand(builder, plan, name, None, False)
+            options[name] = _packed_operand(builder, plan, name)
     if "smooth_scales_cq" in arguments:
         row = (1, *arguments["smooth_scales_cq"].shape[-1:])
         options["smooth_scales_cq"] = lower.of(arguments["smooth_scales_cq"], torch.float32, row)
     if is_x_quantised:
         options["dequant_scale_x"] = _cast_scale(
-            builder, lower.of(arguments["dequant_scale_x"]), mode == 3
+            builder, lower.of(arguments["dequant_scale_x"]), plan.modes[0] == 3
         )
     options |= _cache_scales(lower, plan)
     operation = getattr(torch.ops.npu, V3_FUNCTIONAL.name).default
@@ -98,21 +92,21 @@ def _cache_scales(lower: Lowering, plan: Plan) -> dict[str, Any]:
     return scales
 
 
-def _packed_operand(
-    builder: Builder, plan: Plan, name: str, dtype: torch.dtype | None, is_nz: bool
-) -> Any:
+def _packed_operand(builder: Builder, plan: Plan, name: str) -> Any:
     """Returns a weight, or scales of its columns. They are computed ahead of the graph if possible.
 
-    is_nz  True if the kernel reads the operand in FRACTAL_NZ
+    A weight with such scales keeps its dtype. weight_uk alone is not read in FRACTAL_NZ.
     """
-    value, graph = plan.proposal.arguments[name], plan.graph
+    arguments, graph = plan.proposal.arguments, plan.graph
+    value, is_scale = arguments[name], name in _COLUMN_SCALES
+    has_scale = name.replace("weight", "dequant_scale_w") in arguments
     leaves = source_nodes(graph, [value])
-    is_scale = name in _COLUMN_SCALES
 
     def recipe(builder: Builder) -> Any:
         lower = Lowering(builder, graph, {}, set(leaves).__contains__)
         if not is_scale:
-            return to_kernel_layout(builder, lower.of(value, dtype), is_nz)
+            weight = lower.of(value, None if has_scale else torch.bfloat16)
+            return to_kernel_layout(builder, weight, name != "weight_uk")
         is_row = len(value.shape) == 1
         scale = lower.of(value, shape=(1, *value.shape) if is_row else None)
         return to_kernel_layout(builder, _cast_scale(builder, scale, not is_row), False)

@@ -67,12 +67,10 @@ def _is_input(weight: Any) -> bool:
     return isinstance(weight, Node) and weight.op in ("placeholder", "get_attr")
 
 
-def row_buffer(builder: Builder, x: Any, lead: Sequence[Any], width: int) -> Any:
-    """Returns memory for the new rows, [B, S, 1, width] or [T, 1, width] in bfloat16. The kernel
-    writes every row.
-    """
+def row_buffer(builder: Builder, x: Any, tokens: Any, width: int) -> Any:
+    """Returns memory for the new rows, [T, 1, width] in bfloat16. The kernel writes every row."""
     dtype = {} if builder.dtype(x) == torch.bfloat16 else {"dtype": torch.bfloat16}
-    return builder.call(aten.new_empty.default, x, builder.sizes((*lead, 1, width), x), **dtype)
+    return builder.call(aten.new_empty.default, x, builder.sizes((tokens, 1, width), x), **dtype)
 
 
 def empty_kr_cache(builder: Builder, x: Any) -> Any:

@@ -7,7 +7,7 @@ functions about single nodes serve the rest of ``plan/`` too.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch.fx import Node
@@ -29,9 +29,9 @@ class Partition:
     kept      nodes that are still computed
     """
 
-    replaced: dict[Node, Value] = field(default_factory=dict)
-    sizes: set[Node] = field(default_factory=set)
-    kept: set[Node] = field(default_factory=set)
+    replaced: dict[Node, Value]
+    sizes: set[Node]
+    kept: set[Node]
 
 
 def is_replaced(graph: Graph, node: Node, rewrites: Rewrites) -> bool:
@@ -64,6 +64,11 @@ def is_input_free(value: Value) -> bool:
     """
     is_memory = value.op == "opaque" and not value.sources and "empty" in value.literal[0]
     return filled_with(value) is not None or is_memory
+
+
+def departure_at(graph: Graph, node: Node, code: str, detail: str) -> Departure:
+    """Returns the departure of what a node holds."""
+    return Departure(code, detail, [*values_of(graph.readings[node])])
 
 
 def first_nodes(graph: Graph, values: Iterable[Value]) -> list[Node]:
@@ -105,17 +110,14 @@ def _is_step_after_results(graph: Graph, rewrites: Rewrites, node: Node, rewrite
 
     rewrite  what the node's Value is over the results
     """
-    is_result = _is_result(rewrite) and node.meta["val"].dtype != torch.float32
-    if is_result or any((node, producer) in graph.stale for producer in node.all_input_nodes):
+    is_result = strip_reshapes(rewrite).op in ("leaf", "write")  # or a written cache
+    if is_result and node.meta["val"].dtype != torch.float32:
+        return False
+    if any((node, producer) in graph.stale for producer in node.all_input_nodes):
         return False
     operands = [graph.readings[producer] for producer in node.all_input_nodes]
     active = [operand for operand in operands if isinstance(operand, Value) and operand.active]
     return bool(active) and all(rewrites.of(operand) is not None for operand in active)
-
-
-def _is_result(rewrite: Value) -> bool:
-    """Returns True if the Value is a result or a written cache, perhaps reshaped."""
-    return strip_reshapes(rewrite).op in ("leaf", "write")
 
 
 def _has_known_sizes(graph: Graph, rewrite: Value) -> bool:
@@ -149,7 +151,7 @@ def _kept_with(graph: Graph, node: Node) -> list[Node]:
 def _late_write_departure(graph: Graph, node: Node, reader: Node) -> Departure:
     """Returns the departure if a reader read a node before the node was written."""
     detail = f"{node.name} is written after {reader.name} has read it"
-    return Departure("graph.not_functional", detail, [*values_of(graph.readings[node])])
+    return departure_at(graph, node, "graph.not_functional", detail)
 
 
 def partition_nodes(
@@ -166,7 +168,7 @@ def partition_nodes(
     Raises Departure if something reads a product that a call keeps inside, or reads memory before
     it is written.
     """
-    parts, inner_products = Partition(), set(products)
+    parts, inner_products = Partition({}, set(), set()), set(products)
     stack = [
         (node, node, False)
         for node in graph.gm.graph.nodes
@@ -211,7 +213,7 @@ def partition_nodes(
                     continue
         if is_step and not inner_products.isdisjoint(values_of(graph.readings[node])):
             detail = f"{reader.name} reads {node.name}, which the kernel keeps to itself"
-            raise Departure("reader.latent", detail, list(values_of(graph.readings[node])))
+            raise departure_at(graph, node, "reader.latent", detail)
         parts.replaced.pop(node, None)
         parts.kept.add(node)
         stack += [(producer, node, False) for producer in node.all_input_nodes]

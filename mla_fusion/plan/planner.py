@@ -67,7 +67,6 @@ class Planner:
         self.graph, self.projections, self.config = graph, projections, config
         self.boundary = boundary
         self.taken_writes = set[Value]()
-        self._structures: dict[object, int] = {}  # their numbers
         self._size_assumptions: dict[object, tuple[str, ...]] = {}  # by structure
         self._proofs: dict[object, tuple[list[Value], tuple[list[int], int] | Departure]] = {}
 
@@ -112,7 +111,7 @@ class Planner:
         plan = self._place(proposal, claims)
         outputs = (node for node in plan.replaced if self.graph.base(node).op == "call_function")
         policy.check_functional(self.graph, (*plan.inputs, *outputs))
-        self._number(plan)
+        plan.structure = structure_of(plan)
         key = plan.structure, proposal.arguments["token_x"].active
         sizes = self._size_assumptions.get(key)
         computed_nodes = nodes_between(plan.replaced, plan.inputs)
@@ -123,7 +122,7 @@ class Planner:
             if plan is first_plan:
                 self._size_assumptions[key] = sizes
             else:
-                self._number(plan)
+                plan.structure = structure_of(plan)
         assumptions = [
             *plan.warnings,
             *_slot_assumptions(plan, self.config, self.boundary),
@@ -133,10 +132,6 @@ class Planner:
             *self._node_assumptions(plan, {*plan.region, *computed_nodes, *_slot_nodes(plan)}),
         ]
         return replace(plan, compared=compared, assumptions=(*assumptions, *sizes))
-
-    def _number(self, plan: Plan) -> None:
-        """Gives a plan the number of its structure."""
-        plan.structure = self._structures.setdefault(structure_of(plan), len(self._structures))
 
     def _node_assumptions(self, plan: Plan, nodes: set[Node]) -> Iterator[str]:
         """Yields what is assumed about the nodes of a plan, and about how x becomes bytes."""
@@ -207,8 +202,8 @@ class Planner:
             return self._stage(proposal, claims, caches)
         plan = self._make_plan(proposal, in_place_claims, caches)
         if in_place_claims is not claims:
-            last_cache = [cache.name for _, cache, _ in plan.written_caches][-1]
-            plan = replace(plan, warnings=(HALVES.format(cache=last_cache),))
+            _, last_cache, _ = plan.written_caches[-1]
+            plan = replace(plan, warnings=(HALVES.format(cache=last_cache.name),))
         obstacle = self._old_rows_obstacle(plan, caches)
         if obstacle is not None:
             return self._stage(proposal, claims, Staged((obstacle,)))
@@ -264,7 +259,7 @@ class Planner:
             for node in graph.nodes_in_any_shape(multiple)
         ]
         writers = (_writer(graph, write) for write in caches.writes.values())
-        starts += [node for node in writers if node is not None]
+        starts += filter(None, writers)
         try:
             region, replaced = find_region(graph, Rewrites(graph.form, claims), starts)
         except Departure as reason:  # a fused cache operator needs more than the rows
@@ -283,9 +278,9 @@ class Planner:
         plan = self._make_plan(proposal, claims, caches)
         if self.config.staging == "never":
             first = caches.obstacles[0]
-            code = "slots.unproven" if first.code == "slots.unproven" else ""
-            detail = f"[{first.code}] {first.message}"
-            raise Departure(code or "cache.staging_forbidden", detail, proposal.products)
+            is_unproven = first.code == "slots.unproven"
+            code = first.code if is_unproven else "cache.staging_forbidden"
+            raise Departure(code, f"[{first.code}] {first.message}", proposal.products)
         return plan
 
     def _accept_contract(self, plan: Plan, claims: list[Claim]) -> tuple[Plan, tuple[str, ...]]:
@@ -397,9 +392,8 @@ def _slot_assumptions(plan: Plan, config: Config, boundary: bool) -> list[str]:
     """
     caches, graph = plan.caches, plan.graph
     is_hidden = any(cache in graph.hidden for _, cache, _ in plan.written_caches)
-    if is_hidden or not caches.trusted_inputs:
-        return []
-    if boundary and config.slots == "checked":
+    is_checked = boundary and config.slots == "checked"
+    if is_hidden or is_checked or not caches.trusted_inputs:
         return []
     names = ", ".join(
         graph.nodes[leaf][0].name if leaf in graph.nodes else leaf.literal

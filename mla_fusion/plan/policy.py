@@ -18,6 +18,7 @@ from mla_fusion.graph.departure import Departure
 from mla_fusion.graph.form import Value, strip_reshapes
 from mla_fusion.graph.numbers import Number
 from mla_fusion.graph.read import Graph, values_of
+from mla_fusion.plan.outputs import departure_at
 from mla_fusion.propose.prologue import Proposal
 
 NARROW = (
@@ -51,12 +52,10 @@ def check_region(graph: Graph, proposal: Proposal, region: Iterable[Node]) -> No
         if not isinstance(tensor, torch.Tensor) or not tensor.is_floating_point():
             continue
         if tensor.dtype.itemsize > 1 and tensor.dtype not in _WIDE:
-            raise Departure(
-                "dtype.region", f"{node.name} is {tensor.dtype}", [*values_of(graph.readings[node])]
-            )
+            raise departure_at(graph, node, "dtype.region", f"{node.name} is {tensor.dtype}")
         if tensor.dtype == torch.bfloat16 and _is_statistic(graph.readings[node]):
             detail = f"{node.name}, in a norm, is bfloat16"
-            raise Departure("norm.low_precision", detail, [*values_of(graph.readings[node])])
+            raise departure_at(graph, node, "norm.low_precision", detail)
         if not mode and is_product(node) and not any(map(is_product, node.all_input_nodes)):
             _check_product(graph, node)
     if not mode:
@@ -90,7 +89,7 @@ def check_functional(graph: Graph, nodes: Iterable[Node]) -> None:
         base = graph.base(node)
         if base in graph.early_writes:
             detail = f"a step changes {base.name} where it lies"
-            raise Departure("graph.not_functional", detail, [*values_of(graph.readings[node])])
+            raise departure_at(graph, node, "graph.not_functional", detail)
 
 
 def _check_product(graph: Graph, node: Node) -> None:
@@ -107,7 +106,7 @@ def _check_product(graph: Graph, node: Node) -> None:
     for name in ("alpha", "beta"):
         if node.kwargs.get(name, 1) != 1:
             detail = f"{node.name} has {name} {node.kwargs[name]}"
-            raise Departure("linear.scaled", detail, [*values_of(graph.readings[node])])
+            raise departure_at(graph, node, "linear.scaled", detail)
 
 
 def is_rounded(node: Node) -> bool:

@@ -15,8 +15,8 @@ from mla_fusion.fx.kinds import MODEL_FLOATS, is_mutating, value_of
 from mla_fusion.fx.walk import reached
 from mla_fusion.graph.departure import Departure
 from mla_fusion.graph.form import Value, order, strip_reshapes
-from mla_fusion.graph.read import Graph, values_of
-from mla_fusion.plan.outputs import is_input_free, is_replaced, is_size
+from mla_fusion.graph.read import Graph
+from mla_fusion.plan.outputs import departure_at, is_input_free, is_replaced, is_size
 from mla_fusion.plan.plan import Plan
 from mla_fusion.propose.quantised import unquantised_rows
 from mla_fusion.propose.rewrites import Rewrites
@@ -89,7 +89,7 @@ def _reader_departure(
     if user.op == "output" and graph.base(node) is graph.base(source):
         act = "the graph gives out"
     detail = f"{act} {source.name}, which the kernel keeps to itself"
-    return Departure("reader.latent", detail, list(values_of(graph.readings[source])))
+    return departure_at(graph, source, "reader.latent", detail)
 
 
 def nodes_between(starts: Iterable[Node], end_nodes: Iterable[Node]) -> set[Node]:

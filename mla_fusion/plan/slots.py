@@ -180,20 +180,15 @@ def _strip_views_and_casts(value: Value) -> Value:
 
 
 def _strip(value: Value, *operations: str) -> Value:
-    """Returns the Value without these operations and exact casts around it."""
-    while value.op in operations or _is_exact_cast(value):
+    """Returns the Value without these operations and exact casts around it.
+
+    An exact cast keeps every slot from 0 to 2 ** 24 - 1; ``witness.draws`` draws in this range.
+    """
+    while value.op in operations or (
+        value.op == "cast" and (value.dtype in _EXACT or bounds.fits(value.sources[0], value.dtype))
+    ):
         value = value.sources[0]
     return value
-
-
-def _is_exact_cast(value: Value) -> bool:
-    """Returns True if the Value is a cast that keeps every slot from 0 to 2 ** 24 - 1.
-
-    ``witness.draws`` draws slots in this range.
-    """
-    return value.op == "cast" and (
-        value.dtype in _EXACT or bounds.fits(value.sources[0], value.dtype)
-    )
 
 
 def _offset_source(terms: dict[Value, Fraction], size: Fraction) -> Value | None:

@@ -22,6 +22,7 @@ from mla_fusion.graph.numbers import ONE
 from mla_fusion.meta.number_formats import FORMATS
 from mla_fusion.meta.spec import TILE_SIZE
 from mla_fusion.propose.prologue import Proposal
+from mla_fusion.propose.quantised import scale_row
 from mla_fusion.propose.rewrites import Rewrites, claims_over
 from mla_fusion.propose.sites import Projections
 from mla_fusion.targets.prolog import format_of, row_format
@@ -76,9 +77,13 @@ class _Variants:
     def proposals(self) -> Iterator[Proposal]:
         """Yields the proposals whose caches hold bytes."""
         sources_by_part: dict[str, tuple[Value, Value, Value]] = {}
+        latents = {claim.graph for claim in self._claims("kv_rows")}
+        # packed rows: tiles of the latent, the key, a step for each tile
+        byte_count = self.latent + 2 * self.rope + 4 * self.latent // TILE_SIZE
+        packed_width = byte_count // self.kind.element.itemsize
         for write in self.projections.sites[self.base.x].writes:
             rows = write.sources[2]
-            if rows.shape[-1] == self._packed_width and self._is_computed_from(rows, "kv_rows"):
+            if rows.shape[-1] == packed_width and nearest([rows], latents):
                 yield self._packed_rows(rows)
             for part in ("kv_rows", "kr_rows"):
                 source = self._unquantised_source(rows, part)
@@ -100,23 +105,11 @@ class _Variants:
                 unscaled_rows = form.scaled(variant.results.kv_rows, number.inverse)
                 yield self._finish(variant, {}, {rows: unscaled_rows})
 
-    def _is_computed_from(self, rows: Value, part: str) -> bool:
-        """Returns True if the rows are computed from what a claim of this part names."""
-        return bool(nearest([rows], {claim.graph for claim in self._claims(part)}))
-
     def _claims(self, part: str) -> list[Claim]:
         """Returns the claims of this part."""
         return [
             claim for claim in (*self.base.claims, *self.base.optional_claims) if claim.part == part
         ]
-
-    # -- packed rows: tiles of the latent, the key, a step for each tile
-
-    @property
-    def _packed_width(self) -> int:
-        """Returns how many elements a packed row has."""
-        element = self.kind.element.itemsize
-        return (self.latent + 2 * self.rope + 4 * self.latent // TILE_SIZE) // element
 
     def _packed_rows(self, rows: Value) -> Proposal:
         """Returns the proposal with packed rows in one cache (kv_cache_quant_mode 3)."""
@@ -168,16 +161,6 @@ class _Variants:
         ratio = strip(self.form.product(factors), "expand")
         return None if ratio.active else ratio
 
-    def _scale(self, value: Value, width: int) -> Value | None:
-        """Returns a scale [width], repeated if it is one number. Returns None if it is more than a
-        row.
-        """
-        number = filled_with(value) or value
-        if prod(number.shape) == 1:
-            return self.form.expand(self.form.reshape(number, ()), (width,))
-        is_row = value.shape[-1:] == (width,) and prod(value.shape) == width
-        return self.form.reshape(value, (width,)) if is_row else None
-
     def _with_channel_scales(
         self, sources: Mapping[str, tuple[Value, Value, Value]]
     ) -> Iterator[Proposal]:
@@ -189,7 +172,7 @@ class _Variants:
         options: dict[str, Any] = {}
         widths = {"kv_rows": self.latent, "kr_rows": self.rope}
         for part, (_, _, ratio) in sources.items():
-            scale = self._scale(ratio, widths[part])
+            scale = scale_row(self.form, ratio, widths[part])
             if scale is None:
                 return
             options["quant_scale_c" + part[:2]] = scale
@@ -213,8 +196,11 @@ class _Variants:
 
         The query is in bytes too. What is rotated of it is scaled to go with both.
         """
-        cache_scale = self._scale(ratio, 1)
-        for value, kernel in self._queries():
+        cache_scale = scale_row(self.form, ratio, 1)
+        for value in self._moves_of(claim.graph for claim in self._claims("query")):
+            kernel = self.rewrites.of(value)
+            if kernel is None or prod(value.shape) != prod(self.base.results.query.shape):
+                continue
             codes, step = quantise.by_row(self.form, value, self.kind)
             if codes not in self.projections.graph.nodes or cache_scale is None:
                 continue
@@ -252,13 +238,6 @@ class _Variants:
             Claim("dequant_scale_q_nope", step, form.reshape(steps, step.shape)),
         ]
 
-    def _queries(self) -> Iterator[tuple[Value, Value]]:
-        """Yields the absorbed query and what is moved of it, with their rewrites."""
-        for value in self._moves_of(claim.graph for claim in self._claims("query")):
-            kernel = self.rewrites.of(value)
-            if kernel is not None and prod(value.shape) == prod(self.base.results.query.shape):
-                yield value, kernel
-
     def _moves_of(self, values: Iterable[Value]) -> Iterator[Value]:
         """Yields the Values, and what is computed from them by moves."""
         users = self.projections.users
@@ -281,7 +260,7 @@ class _Variants:
                     steps = self.form.reshape(step, (*value.shape[:-1], 1))
                     unscaled = self.form.reshape(rotated, value.shape)
                     ratio = self._ratio(self.form.times(value, steps), unscaled)
-                    scale = None if ratio is None else self._scale(ratio, 1)
+                    scale = None if ratio is None else scale_row(self.form, ratio, 1)
                     kernel = self.rewrites.of(unscaled)
                     if scale is not None and kernel is not None:
                         yield Claim("query_rope", value, kernel), scale

@@ -11,10 +11,9 @@ head.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import cached_property
-from heapq import heappop, heappush
 from itertools import combinations
 from math import prod
 from operator import attrgetter
@@ -32,7 +31,7 @@ from mla_fusion.graph.layout import Layout, Mixed, layout_of, token_layout
 from mla_fusion.propose.norms import radicands, read_norm
 from mla_fusion.propose.quantised import operand_format, split_blocks, unquantised_rows
 from mla_fusion.propose.rotations import ROPE, rotated_pairs
-from mla_fusion.propose.sites import POINT, Projections, Site, users_of
+from mla_fusion.propose.sites import POINT, Projections, Site, readers_in_order, users_of
 
 _FAR = 300  # most steps between two products
 _MOVES = ("reshape", "permute", "expand", "slice")
@@ -112,9 +111,10 @@ def _weights_only_reason(layer: Value) -> Reason | None:
     is wider, too.
     """
     weights = order(source for source in layer.sources if source.weight)
-    dtype = next((weight.dtype for weight in weights if weight.dtype.itemsize == 1), None)
-    text = f"%s multiplies %s by a weight of {dtype}"
-    return None if dtype is None else Reason("quant.weights_only", text, (layer, _rows(layer)))
+    if all(weight.dtype.itemsize != 1 for weight in weights):
+        return None
+    text = "%s multiplies %s by a weight of one byte an element"
+    return Reason("quant.weights_only", text, (layer, _rows(layer)))
 
 
 def _rows(layer: Value) -> Value:
@@ -233,6 +233,11 @@ class _NearMisses:
                 heads.append((value, list(filter(_is_flat, layers)), steps))
         return heads
 
+    def _heads_of(self, up: Site) -> list[Value]:
+        """Returns the products head by head of what a site's products make."""
+        ups = {*up.layers}
+        return [head for head, layers, _ in self.heads if not ups.isdisjoint(layers)]
+
     @cached_property
     def latents(self) -> dict[Site, tuple[list[Value], list[Value]]]:
         """Returns, for each site, the layers above its rows and the steps between."""
@@ -268,24 +273,17 @@ class _NearMisses:
     def steps_below(self, starts: Iterable[Value]) -> list[Value]:
         """Returns the steps after layers, up to the next layers, writes and attention."""
         layers, steps = set(starts), list[Value]()
-        seen, pushed = set(layers), set(layers)
-        heap = [(layer.serial, layer) for layer in _sorted(layers)]
-        while heap and len(steps) < _FAR:
-            _, step = heappop(heap)
-            if step not in seen:
-                has_other_layers = self._has_other_layers(step, seen, layers)
-                if step.op == "write" or _is_layer(step) or "attention" in str(step.literal):
-                    continue
-                if has_other_layers and step.op in ("dot", "opaque"):
-                    continue
-                steps.append(step)
-                if has_other_layers:
-                    continue
+        seen = set(layers)
+        for step in readers_in_order(self.users, seen):
+            has_other_layers = self._has_other_layers(step, seen, layers)
+            is_end = step.op == "write" or _is_layer(step) or "attention" in str(step.literal)
+            if is_end or (has_other_layers and step.op in ("dot", "opaque")):
+                continue
+            steps.append(step)
+            if not has_other_layers:
                 seen.add(step)
-            for user in self.users.get(step, ()):
-                if user not in pushed:
-                    pushed.add(user)
-                    heappush(heap, (user.serial, user))
+            if len(steps) == _FAR:
+                break
         return steps
 
     def _has_other_layers(self, value: Value, seen: set[Value], layers: set[Value]) -> bool:
@@ -376,8 +374,11 @@ class _NearMisses:
 
     def _added_term(self, value: Value, layers: Sequence[Value]) -> Reason | None:
         """Returns the reason if a sum or join adds a bias, or what another layer makes."""
-        addends = [source for source in value.sources if source.model or _is_vector(source)]
-        terms = [source for source in value.sources if source not in addends]
+        terms = [
+            source
+            for source in value.sources
+            if not source.model and (source.op != "leaf" or len(source.shape) != 1)
+        ]
         layers_of_terms = [set(filter(_is_flat, self.layers_above(term)[0])) for term in terms]
         for two_terms in combinations(filter(None, layers_of_terms), 2):
             if two_terms[0].isdisjoint(two_terms[1]):
@@ -386,7 +387,7 @@ class _NearMisses:
                 return Reason("linear.hidden", text, (value, *pair))
         is_wide = bool(layers) and prod(value.shape) > layers[0].shape[0]
         if value.op == "sum" and len(terms) == 1 and is_wide and _is_layer_output(terms[0]):
-            bias = tuple(addends[:1])
+            bias = tuple(source for source in value.sources if source not in terms)[:1]
             bias_name = "%s" if bias else f"{float(value.literal[1]):g}"
             return Reason("linear.bias", f"%s adds {bias_name}", (value, *bias))
         return None
@@ -431,14 +432,22 @@ class _NearMisses:
         if not likeness and departure.score < 1:
             return None
         departure.score *= likeness or 0.5
-        find_reason = _REASON_FINDERS.get(departure.code)
-        reason = find_reason(self, departure, *pair) if find_reason is not None else None
+        finders = {
+            "norm.absent": self._latent_reason,
+            "absorb.absent": self._absorb_reason,
+            "rope.absent": self._rotation_reason,
+            "proof.differs": self._proof_reason,
+            "tokens.mixed": self._tokens_reason,
+            "reader.latent": self._reader_reason,
+        }
+        find_reason = finders.get(departure.code)
+        reason = None if find_reason is None else find_reason(departure, *pair)
         if reason is None:
             return self._with_names(departure)
         return self._departure(reason, departure.code, departure.site, departure.score)
 
     def _with_names(self, departure: Departure) -> Departure:
-        """Returns the departure with the Values that it is at, if its detail names none."""
+        """Returns the departure, with the Values that it is at in its detail if that names none."""
         detail, names = departure.detail, {node.name for node in self.graph.gm.graph.nodes}
         value_of_node = {self._node(value): value for value in departure.values}
         value_of_node.pop(None, None)
@@ -447,21 +456,19 @@ class _NearMisses:
         if not values or is_named or departure.code.startswith("contract"):
             return departure
         text = f"{detail.replace('%', '%%')}: {' and '.join(['%s'] * len(values))}"
-        reason = Reason(departure.code, text, values)
-        named_departure = self._departure(reason, departure.code, departure.site, departure.score)
-        named_departure.values = departure.values
-        return named_departure
+        departure.detail = self.describe(Reason(departure.code, text, values))
+        return departure
 
     def _likeness(self, down: Site, up: Site) -> float:
         """Returns how much of a prologue the products of two sites are part of, from 0 to 1."""
-        dots, ups = {*down.layers}, {*up.layers}
+        dots = {*down.layers}
         if any(map(self._is_residual, self.latents[up][1])):
             return 0
         up_sites = [
             site for site, (layers, _) in self.latents.items() if not dots.isdisjoint(layers)
         ]
         normed_sites = [site for site in up_sites if _is_norm_path(self.latents[site][1])]
-        has_heads = any(not ups.isdisjoint(layers) for _, layers, _ in self.heads)
+        has_heads = bool(self._heads_of(up))
         is_turned, has_latents = any(map(_has_rotation, up_sites)), up in normed_sites
         count = has_heads + is_turned + _has_rotation(down) + (len(normed_sites) > 1)
         if not count or not (has_heads or has_latents or is_turned):
@@ -581,13 +588,9 @@ class _NearMisses:
 
     def _absorb_reason(self, departure: Departure, down: Site, up: Site) -> Reason | None:
         """Returns why no part of the query is multiplied by W_uk, or None."""
-        products = {*up.layers}
-        for head, layers, _ in self.heads:
-            reason = None if products.isdisjoint(layers) else self._weight_reason(head)
-            if reason is not None:
-                return reason
+        reasons = filter(None, map(self._weight_reason, self._heads_of(up)))
         direct_query = None if rotated_pairs(up) else self._direct_query(down)
-        return direct_query or self._odd_part(up)
+        return next(reasons, None) or direct_query or self._odd_part(up)
 
     def _direct_query(self, down: Site) -> Reason | None:
         """Returns the reason if a query is made of x without latents, or None."""
@@ -681,9 +684,7 @@ class _NearMisses:
 
     def _reader_reason(self, departure: Departure, down: Site, up: Site) -> Reason | None:
         """Returns the reason if something is added to a product with W_uk, or None."""
-        products = {*up.layers}
-        heads = [head for head, layers, _ in self.heads if not products.isdisjoint(layers)]
-        cause = self.odd_step_below(heads)
+        cause = self.odd_step_below(self._heads_of(up))
         return cause if cause is not None and cause.code == "linear.bias" else None
 
     # -- prologues that were not proposed
@@ -730,16 +731,6 @@ class _NearMisses:
         )
 
 
-_REASON_FINDERS: dict[str, Callable[[_NearMisses, Departure, Site, Site], Reason | None]] = {
-    "norm.absent": _NearMisses._latent_reason,
-    "absorb.absent": _NearMisses._absorb_reason,
-    "rope.absent": _NearMisses._rotation_reason,
-    "proof.differs": _NearMisses._proof_reason,
-    "tokens.mixed": _NearMisses._tokens_reason,
-    "reader.latent": _NearMisses._reader_reason,
-}
-
-
 def _sorted(values: Iterable[Value]) -> list[Value]:
     """Returns the Values in the order in which they were made."""
     return sorted(values, key=_serial)
@@ -756,24 +747,19 @@ def _find_norm(down: Site, steps: Sequence[Value]) -> Value | None:
     return None
 
 
-def _is_vector(value: Value) -> bool:
-    """Returns True if the Value is an input with one axis."""
-    return value.op == "leaf" and len(value.shape) == 1
-
-
 def _is_layer_output(value: Value) -> bool:
     """Returns True if the Value is what a layer makes, moved or scaled."""
     while value.op in MOVES or value.op == "product":
-        powers = value.literal[0] if value.op == "product" else [1] * len(value.sources)
+        is_move = value.op in MOVES
+        operands = [(source, 1) for source in value.sources] if is_move else value.operands
         factors = [
             (source, power)
-            for source, power in zip(value.sources, powers, strict=True)
-            if not source.model
-            and (value.op != "product" or prod(source.shape) == prod(value.shape))
+            for source, power in operands
+            if not source.model and (is_move or prod(source.shape) == prod(value.shape))
         ]
-        if len(factors) != 1 or factors[0][1] != 1:
+        if [power for _, power in factors] != [1]:
             return False
-        value = factors[0][0]
+        ((value, _),) = factors
     return _is_layer(value)
 
 

@@ -83,14 +83,15 @@ def read_norm(site: Site, value: Value, what: str) -> Norm:
     if reading is None or reading.kind != "normed":
         raise Departure("norm.absent", f"{what} are not normed", [value])
     rows = to_rows(form, value, site.layouts[value], site.tokens)
-    leaf, size, has_gamma = site.columns_leaf, len(reading.columns), False
+    shape, size, has_gamma = (site.tokens, site.columns), len(reading.columns), False
+    leaf = form.activation(f"site {site.rows.serial}", shape)  # stands for the products
     products = _multiplied(site, leaf)
     columns = reading.columns.tolist()
     latents = form.take(products, 1, columns)
     # numbers stay where they are in roots: only there a root is the kernel's
     fixed = {step: step for step in order([rows], site.roots) if not step.active}
     computed_rows = form.renamed(rows, fixed | _substitutes(site, products))
-    activations = {leaf: token_layout((site.tokens,), (site.columns,))}
+    activations = {leaf: token_layout(shape[:1], shape[1:])}
     for epsilon in dict.fromkeys(_epsilon_candidates(site, value, size)):
         row = fill_products(site, rows, form.number((1 - epsilon) / 2))
         fill_result = form.reshape(form.slice(row, 0, 0, 1), (size,))

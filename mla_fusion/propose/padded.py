@@ -25,14 +25,13 @@ def pad_heads(projections: Projections, base: Proposal, heads: int) -> Proposal 
 
     heads  the number of heads that the kernel takes
     """
-    form, base_arguments = projections.form, base.arguments
-    model_heads, nope, latent = base_arguments["weight_uk"].shape
-    depth, columns = base_arguments["weight_uq_qr"].shape
+    form = projections.form
+    weight_uk, weight_uq_qr = base.arguments["weight_uk"], base.arguments["weight_uq_qr"]
+    (model_heads, nope, latent), (depth, columns) = weight_uk.shape, weight_uq_qr.shape
     added_heads = heads - model_heads
-    scale = base_arguments.get("dequant_scale_w_uq_qr")
+    scale = base.arguments.get("dequant_scale_w_uq_qr")
     if scale is not None and len(scale.shape) > 1:
         return None
-    weight_uk, weight_uq_qr = base_arguments["weight_uk"], base_arguments["weight_uq_qr"]
     zeros_shape = depth, columns // model_heads * added_heads
     changes = {
         "weight_uk": _join_filled(form, weight_uk, (added_heads, nope, latent), 0),
@@ -41,11 +40,11 @@ def pad_heads(projections: Projections, base: Proposal, heads: int) -> Proposal 
     if scale is not None:
         changes["dequant_scale_w_uq_qr"] = _join_filled(form, scale, zeros_shape[1:], 0, 1)
     variant = base.with_arguments(form, changes, f"of {heads} heads")
-    results, substitutes = variant.results.by_name, dict[Value, Value]()
-    for name, leaf in base.results.by_name.items():
-        is_cut = name in _PARTS_WITH_HEADS
-        result = results[name]
-        substitutes[leaf] = form.slice(result, 1, 0, model_heads) if is_cut else result
+    results = variant.results.by_name
+    substitutes = {  # cut to the model's heads
+        leaf: form.slice(results[name], 1, 0, leaf.shape[1])
+        for name, leaf in base.results.by_name.items()
+    }
     optional_claims = claims_over(form, base.optional_claims, substitutes)
     padded_claims = _padded_claims(projections, base, variant.results)
     return replace(

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from math import prod
 
 from mla_fusion.graph import quantise
-from mla_fusion.graph.form import BYTES, Factor, Form, Value, strip
+from mla_fusion.graph.form import BYTES, Factor, Form, Value, filled_with, strip
 from mla_fusion.graph.numbers import ONE, Number
 from mla_fusion.meta.number_formats import BLOCK, FORMATS, MXFP8, NumberFormat
 
@@ -147,7 +147,10 @@ def split_blocks(form: Form, value: Value) -> tuple[Value, Value] | None:
     if prod(scales.shape) * BLOCK != prod(value.shape):  # one block's scale for others, too
         return None
     sizes = [size for size in scales.shape if size != 1]
-    shape = tuple(sizes) if len(sizes) == 2 else _scales_shape(value.shape, prod(scales.shape))
+    shape = tuple(sizes)
+    if len(sizes) != 2:
+        (rows, columns), count = value.shape, prod(scales.shape)
+        shape = (rows, count // rows) if count % rows == 0 else (count // columns, columns)
     return form.reshape(values, value.shape), form.reshape(scales, shape)
 
 
@@ -162,12 +165,6 @@ def operand_bytes(form: Form, rows: Value) -> Value:
     inner = strip_views(rows)
     is_named = inner.function == "of format"
     return inner.sources[0] if is_named else rows
-
-
-def _scales_shape(shape: tuple[int, ...], count: int) -> tuple[int, int]:
-    """Returns the shape of the scales of a matrix, from their count."""
-    rows, columns = shape
-    return (rows, count // rows) if count % rows == 0 else (count // columns, columns)
 
 
 def read_projection(
@@ -216,16 +213,22 @@ def column_scales(form: Form, product: Projection, step: Value | None) -> Value 
     """
     if product.blocks is not None:
         return product.blocks[1]
-    columns = product.columns
     factors = list(product.factors)
     if step is not None:
         factors.append((step, -1))
     factor = strip(form.product(factors, product.number), "expand")
-    if factor.active or prod(factor.shape) not in (1, columns):
-        return None
-    if prod(factor.shape) == columns:
-        return form.reshape(factor, (columns,))
-    return form.expand(form.reshape(factor, ()), (columns,))
+    return None if factor.active else scale_row(form, factor, product.columns)
+
+
+def scale_row(form: Form, value: Value, width: int) -> Value | None:
+    """Returns a scale [width], repeated if it is one number. Returns None if it is more than a
+    row.
+    """
+    number = filled_with(value) or value
+    if prod(number.shape) == 1:
+        return form.expand(form.reshape(number, ()), (width,))
+    is_row = value.shape[-1:] == (width,) and prod(value.shape) == width
+    return form.reshape(value, (width,)) if is_row else None
 
 
 def row_scales(form: Form, product: Projection) -> Value | None:

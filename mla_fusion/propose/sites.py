@@ -15,7 +15,7 @@ d[b]`` of two columns shows a, b, A and B in its moments (Prony's formula for tw
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -40,7 +40,6 @@ from mla_fusion.graph.layout import (
     token_layout,
     token_order,
 )
-from mla_fusion.graph.numbers import ONE
 from mla_fusion.graph.read import Graph
 from mla_fusion.propose.quantised import Projection, operand_bytes, read_projection
 
@@ -100,12 +99,11 @@ class Projections:
 
         All these sites share it, so that what is beside them is drawn alike.
         """
-        cuts = self.cuts.get(tokens)
-        if cuts is None:
+        if tokens not in self.cuts:
             cones = {site.facts[0] for site in self.sites.values() if site.tokens == tokens}
-            cuts = cuts_of(layout for cone in cones for layout in cone.layouts.values())
-            self.cuts[tokens] = cuts
-        return Binding(cuts, tokens, copies)
+            layouts = (layout for cone in cones for layout in cone.layouts.values())
+            self.cuts[tokens] = cuts_of(layouts)
+        return Binding(self.cuts[tokens], tokens, copies)
 
 
 @dataclass(eq=False)
@@ -129,6 +127,24 @@ def users_of(values: Iterable[Value]) -> dict[Value, list[Value]]:
         for source in value.sources:
             users.setdefault(source, []).append(value)
     return users
+
+
+def readers_in_order(users: Mapping[Value, Iterable[Value]], passed: set[Value]) -> Iterator[Value]:
+    """Yields what reads Values, in the order in which it was made.
+
+    passed  the Values that are read; the caller adds those whose readers it wants, too
+    """
+    starts, pushed = set(passed), set(passed)
+    heap = [(value.serial, value) for value in passed]
+    heapify(heap)
+    while heap:
+        _, value = heappop(heap)
+        if value not in starts:
+            yield value
+        for user in users.get(value, ()) if value in passed else ():
+            if user not in pushed:
+                pushed.add(user)
+                heappush(heap, (user.serial, user))
 
 
 def is_projection(value: Value) -> bool:
@@ -181,22 +197,6 @@ class Site:
         return self.projections.form.join([product.weight for product in self.products], 1)
 
     @cached_property
-    def columns_leaf(self) -> Value:
-        """Returns a leaf [tokens, columns] that stands for the products."""
-        shape = self.tokens, self.columns
-        return self.projections.form.activation(f"site {self.rows.serial}", shape)
-
-    def split_rows(self, rows: Tensor, binding: Binding) -> dict[Value, Tensor]:
-        """Returns rows [.., columns] cut into the roots of the products."""
-        tensors = dict[Value, Tensor]()
-        for product, first, last in self.parts:
-            part = rows[:, first:last]
-            if product.number != ONE:
-                part = part * pow(field.number(product.number, POINT), -1, POINT.p) % POINT.p
-            tensors[product.root] = part.reshape(binding.shape(self.layouts[product.root]))
-        return tensors
-
-    @cached_property
     def cone(self) -> list[Value]:
         """Returns the cone: the products, and what they reach before the next ones, in order."""
         return [*self.roots, *self._reached_values()]
@@ -246,20 +246,11 @@ class Site:
 
     def _reached_values(self) -> list[Value]:
         """Returns what the products reach before the next ones, in order."""
-        users, seen, values = self.projections.users, set[Value](self.roots), list[Value]()
-        waiting = {user for root in self.roots for user in users.get(root, ())}
-        heap = [(value.serial, value) for value in waiting]
-        heapify(heap)
-        while heap:
-            _, value = heappop(heap)
-            if value in seen or not self._is_followed(value, seen):
-                continue
-            seen.add(value)
-            values.append(value)
-            for user in users.get(value, ()):
-                if user not in waiting:
-                    waiting.add(user)
-                    heappush(heap, (user.serial, user))
+        seen, values = set(self.roots), list[Value]()
+        for value in readers_in_order(self.projections.users, seen):
+            if self._is_followed(value, seen):
+                seen.add(value)
+                values.append(value)
         return values
 
     def _is_followed(self, value: Value, seen: set[Value]) -> bool:
@@ -300,7 +291,10 @@ class Site:
         """Returns what probing says of each Value."""
         cone, values = self.facts
         if cone.readings is None:
-            places = [place for place in cone.layouts if self._is_probed(values[place])]
+            tokens = max(1, self.tokens)
+            sizes = {place: prod(values[place].shape) // tokens for place in cone.layouts}
+            # no part of a prologue is larger
+            places = [place for place, size in sizes.items() if 1 < size <= self.columns]
             probed = self._probe([values[place] for place in places])
             pairs = zip(places, probed, strict=True)
             cone.site = self
@@ -325,11 +319,6 @@ class Site:
         with suppress(Mixed):
             self.layouts.update(layouts_of([value], self.layouts))
         return next(self._probe([value]), None) if value in self.layouts else None
-
-    def _is_probed(self, value: Value) -> bool:
-        """Returns True if the Value is small enough to be a part of a prologue."""
-        size = prod(value.shape) // max(1, self.tokens)
-        return 1 < size <= self.columns
 
     def _probe(self, values: list[Value]) -> Iterator[Reading | None]:
         """Yields the reading of each Value, or None if it has none."""
@@ -364,8 +353,12 @@ class Site:
         self, values: list[Value], codes: Tensor, binding: Binding
     ) -> dict[Value, Tensor]:
         """Returns the tensors of the Values that can be run."""
-        rows = codes.repeat_interleave(binding.period, 0)
-        evaluation = Evaluation(binding, self.layouts, self.split_rows(rows, binding), POINT)
+        rows, roots = codes.repeat_interleave(binding.period, 0), dict[Value, Tensor]()
+        for product, first, last in self.parts:
+            inverse = pow(field.number(product.number, POINT), -1, POINT.p)
+            part = rows[:, first:last] * inverse % POINT.p
+            roots[product.root] = part.reshape(binding.shape(self.layouts[product.root]))
+        evaluation = Evaluation(binding, self.layouts, roots, POINT)
         tensors = dict[Value, Tensor]()
         for value in values:
             with suppress(Mixed, Undecided):
@@ -416,31 +409,20 @@ def _read_pairs_of_columns(moments: Tensor, columns: int) -> Reading | None:
 
     The numbers of the columns are a and b, from 1 on.
     """
-    moment0, moment1, moment2, moment3, moment4 = moments
-
-    def minus(a: Tensor, b: Tensor) -> Tensor:
-        """Returns a - b in the field."""
-        return (a + POINT.p - b) % POINT.p
-
-    def times(a: Tensor, b: Tensor) -> Tensor:
-        """Returns a * b in the field."""
-        return a * b % POINT.p
-
-    inverse = field.power(minus(times(moment0, moment2), times(moment1, moment1)), -1, POINT.p)
-    total = times(minus(times(moment0, moment3), times(moment1, moment2)), inverse)  # a + b
-    product = times(minus(times(moment1, moment3), times(moment2, moment2)), inverse)  # a b
+    (moment0, moment1, moment2, moment3, moment4), p = moments, POINT.p
+    inverse = field.power((moment0 * moment2 - moment1 * moment1) % p, -1, p)
+    total = (moment0 * moment3 - moment1 * moment2) % p * inverse % p  # a + b
+    product = (moment1 * moment3 - moment2 * moment2) % p * inverse % p  # a b
     square = total * total - 4 * product
     root = square.clamp_min(0).double().sqrt().round().long()
     is_root = (root * root == square) & (square > 0) & (total <= 2 * columns)
-    fits = moment4 == minus(times(total, moment3), times(product, moment2))
+    fits = moment4 == (total * moment3 - product * moment2) % p
     if not bool((is_root & fits).all()):
         return None
     low, high = (total - root) // 2, (total + root) // 2
-    high_factor = times(minus(moment1, times(low, moment0)), field.power(root, -1, POINT.p))
-    low_factor = minus(moment0, high_factor)
-    is_same = torch.equal(low, low[:1].expand_as(low)) and torch.equal(
-        high, high[:1].expand_as(high)
-    )
+    high_factor = (moment1 - low * moment0) % p * field.power(root, -1, p) % p
+    low_factor = (moment0 - high_factor) % p
+    is_same = bool(((low == low[:1]) & (high == high[:1])).all())
     if not is_same or int(low.min()) < 1 or int(high.max()) > columns:
         return None
     return Reading("turned", low[0] - 1, high[0] - 1, (low_factor, high_factor))

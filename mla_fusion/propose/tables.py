@@ -15,7 +15,14 @@ from torch import Tensor
 from mla_fusion.exact.evaluate import Evaluation, Undecided
 from mla_fusion.exact.weights import Weight
 from mla_fusion.graph.form import MOVES, Value, filled_with
-from mla_fusion.graph.layout import Layout, Mixed, broadcast_to, has_tokens, source_layout
+from mla_fusion.graph.layout import (
+    Layout,
+    Mixed,
+    broadcast_to,
+    has_tokens,
+    is_token_free,
+    source_layout,
+)
 from mla_fusion.propose.sites import Site, to_rows
 
 _MOST_MOVES = 12  # most moves on the way up from an operand
@@ -53,10 +60,9 @@ def _operands_beside(site: Site) -> Iterator[tuple[Value, Layout]]:
             # one row for all sequences becomes a row for each token
             if value.op != "dot" and axes:
                 axes = layout[len(layout) - len(axes) :]
-                has_all_tokens = map(has_tokens, ((axis,) for axis in axes))
-                pairs = zip(has_all_tokens, value.shape[-len(axes) :], source.shape, strict=True)
+                sizes = zip(axes, value.shape[-len(axes) :], source.shape, strict=True)
                 source = form.expand(
-                    source, [size if is_token else length for is_token, size, length in pairs]
+                    source, [own if is_token_free(axis) else size for axis, size, own in sizes]
                 )
                 axes = broadcast_to(axes, source)
             for moved_source in _moved_sources(source, axes):
