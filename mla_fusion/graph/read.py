@@ -526,10 +526,12 @@ class Graph:
         if self.symbols and not self._is_size_independent(arguments):
             return self._make_opaque(node)
         call = self.call(target, meta_value)
-        folded = self._fold(target, positional, options, meta_value)
-        if folded is not None:
-            return folded
-        reading = self.run(call, target, arguments, node)
+        operands = _leaves([positional, options.values()])
+        if all(map(_is_known, operands)):
+            folded = self._fold(target, positional, options, meta_value)
+            if folded is not None:
+                return folded
+        reading = self.run(call, target, arguments, node, Pair in map(type, operands))
         if reading is None:
             return self._make_opaque(node)
         try:
@@ -566,9 +568,13 @@ class Graph:
             name = name.removesuffix("_")
         return Call(self.form, name, shape, dtype)
 
-    def run(self, call: Call, target: Any, arguments: dict[str, Any], node: Node) -> Reading:
-        """What the rule or the decomposition makes of a call; None: it is opaque."""
-        has_pairs = Pair in map(type, _leaves(arguments.values()))
+    def run(
+        self, call: Call, target: Any, arguments: dict[str, Any], node: Node, has_pairs: bool
+    ) -> Reading:
+        """What the rule or the decomposition makes of a call; None: it is opaque.
+
+        has_pairs  True if an argument is a Pair, or a list that has one
+        """
         if has_pairs and call.name in arithmetic.OF_PARTS:
             if not isinstance(call.dtype, torch.dtype) or not call.dtype.is_complex:
                 return None
@@ -580,7 +586,9 @@ class Graph:
                     lambda item: getattr(item, side) if isinstance(item, Pair) else item, arguments
                 )
 
-            real, imag = (self.run(part, target, on_side(side), node) for side in ("real", "imag"))
+            real, imag = (
+                self.run(part, target, on_side(side), node, False) for side in ("real", "imag")
+            )
             return None if real is None or imag is None else Pair(real, imag)
         rule = RULES.get(call.name)
         if rule is not None and (not has_pairs or call.name in arithmetic.OF_COMPLEX):
@@ -683,9 +691,7 @@ class Graph:
             raise EqualSizes(smaller, larger)
 
     def _fold(self, target: Any, positional: Any, options: Any, meta_value: Any) -> Reading:
-        """Computes a call of literals alone with torch. None if it is no such call."""
-        if not all(map(_is_known, _leaves([positional, options.values()]))):
-            return None
+        """Computes a call of literals alone with torch. None if it makes no tensor of literals."""
         if not isinstance(meta_value, torch.Tensor) or has_symbols(meta_value.shape):
             return None
         schema, is_large = signature(target), prod(meta_value.shape) > _MOST_FOLDED
