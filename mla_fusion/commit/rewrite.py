@@ -6,7 +6,6 @@ copied in order. Readers of replaced nodes read results of calls.
 
 from __future__ import annotations
 
-from collections import ChainMap
 from collections.abc import Sequence
 from typing import Any
 
@@ -46,8 +45,7 @@ class Writer:
     """Writes the new graph.
 
     partition       what becomes of the graph's nodes
-    values          new nodes in place of replaced nodes and of sizes. Operands of copies are these,
-                    or else copies
+    values          new nodes in place of replaced nodes and of sizes
     replaced_reads  each new node that is read, with the replaced node that was read before
     """
 
@@ -63,7 +61,6 @@ class Writer:
         self._lower = _ResultLowering(self.b, graph, {}, self._is_usable)
         self._called = set[Plan]()
         self.values: dict[Node, Node] = {}
-        self._written = ChainMap(self.values, self.b.copies)
         self._open = set[Node]()
         # the plans that read a node, other than as a cache
         self._readers: dict[Any, list[Plan]] = {}
@@ -112,10 +109,14 @@ class Writer:
         nodes = reached(
             [node],
             lambda current: (
-                source for source in current.all_input_nodes if source not in self._written
+                source for source in current.all_input_nodes if not self._is_written(source)
             ),
         )
         return self._open.isdisjoint(nodes)
+
+    def _is_written(self, node: Node) -> bool:
+        """Returns True if the new graph has a node for this one."""
+        return node in self.b.copies or node in self.values
 
     def _copy(self, node: Node) -> Node:
         """Returns a copy of a node that stays, after copies of what it reads. Raises RuntimeError
@@ -125,7 +126,7 @@ class Writer:
             raise RuntimeError(f"{node.name} waits for itself")
         self._open.add(node)
         for source in node.all_input_nodes:
-            if source in self._open and source not in self._written:
+            if source in self._open and not self._is_written(source):
                 raise RuntimeError(f"{source.name} waits for itself")
             if source in self.partition.sizes:
                 self.values[source] = self.b.size(source.meta["val"])
@@ -133,9 +134,13 @@ class Writer:
                 self.replaced_reads[self.write_replaced(source), source] = None
             elif source not in self.b.copies:
                 self.b.value(source)
-        copy = copied(node, self.b.gm.graph, self._written.__getitem__)
+        copy = copied(node, self.b.gm.graph, self._new_input)
         self.b.copies[node] = copy
         return copy
+
+    def _new_input(self, source: Node) -> Node:
+        """Returns the new node for an operand of a copied node."""
+        return self.values[source] if source in self.values else self.b.copies[source]
 
     def write_replaced(self, node: Node) -> Node:
         """Returns the node that takes the place of a replaced node, over results."""
