@@ -229,15 +229,21 @@ def _(c: Call, x: Value, dimension: int, size: int, step: int) -> Value:
 
 
 def row_numbers(c: Call, index: Value, size: int) -> Value:
-    """Row numbers of an axis with ``size`` rows: a negative literal counts from the end."""
-    filled = filled_with(index)
-    if filled is not None and filled.literal[1].ratio < 0:
-        return c.form.filled(filled.literal[1].ratio + size, index.shape, index.dtype)
+    """Row numbers of an axis with ``size`` rows: a negative literal counts from the end.
+
+    Raises Departs for a negative literal if the size is symbolic: the row number is no literal.
+    """
     if index.op == "expand":
         return c.form.expand(row_numbers(c, index.sources[0], size), index.shape)
-    if index.op == "constant":
-        return c.form.constant(index.literal.tensor % size)
-    return c.form.cast(index, torch.int64)
+    if index.is_number:
+        rows = torch.tensor(int(index.literal[1].ratio))
+    elif index.op == "constant":
+        rows = index.literal.tensor
+    else:
+        return c.form.cast(index, torch.int64)
+    if is_open(size) and bool((rows < 0).any()):
+        raise Departs
+    return c.form.constant(torch.where(rows < 0, rows + size, rows))
 
 
 @operator("index_select")
