@@ -111,6 +111,7 @@ class Layers(nn.Module):
         return total
 
 
+@pytest.mark.exhaustive
 def test_the_step_at_which_two_layers_part() -> None:
     torch.manual_seed(0)
     x, cos, sin, kv, kr, slots = args()

@@ -48,6 +48,7 @@ def test_failed_checks_are_named(outcome):
     assert "FAILED: the fused output differs by 2.0e-01, allowed 5e-02" in str(failed)
 
 
+@pytest.mark.exhaustive
 def test_without_torch_npu_it_says_so(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(demo, "find_spec", lambda name: None)
     assert cli.main([*SMALL, "--out", str(tmp_path), "--json"]) == 0

@@ -81,6 +81,7 @@ COMPILES = "".join(
 )
 
 
+@pytest.mark.exhaustive
 def test_an_import_that_fails_is_a_problem_and_no_traceback(tmp_path: Path) -> None:
     install(tmp_path, torch.__version__, "def f(): pass\nf(allow_override=True)\n", COMPILES)
     status, found, said = doctor_beside(tmp_path)

@@ -126,6 +126,7 @@ def test_inductor_takes_the_hook_for_one_of_its_own() -> None:
     assert pickle.loads(pickle.dumps(hook)) is hook
 
 
+@pytest.mark.exhaustive
 def test_the_hook_does_not_load_inductor() -> None:
     code = (
         "import mla_fusion as mf, sys; hook = mf.torchair_pass(); hook.uuid(); "

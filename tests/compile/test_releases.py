@@ -44,6 +44,7 @@ for call in (lambda: mf.lower(torch.relu, torch.ones(2)), mf.offline.activate):
 """
 
 
+@pytest.mark.exhaustive
 def test_a_release_without_these_functions_is_refused_with_the_one_to_install(
     tmp_path: Path,
 ) -> None:

@@ -30,6 +30,7 @@ def test_a_config_is_enough(tmp_path, capsys):
     assert "prepack" not in printed
 
 
+@pytest.mark.exhaustive
 def test_what_prepack_would_do_is_said_on_demand(tmp_path, capsys):
     build("deepseek_v3", KERNEL).config.save_pretrained(tmp_path)
     assert cli.main(["check-model", str(tmp_path), "--prepack", "--json"]) == 0

@@ -96,6 +96,7 @@ class SomeHeads(base.Prologue):
         return query, rotate(q_pe)
 
 
+@pytest.mark.exhaustive
 def test_a_symbolic_number_of_heads() -> None:
     model, args = SomeHeads(4), base.paged_args()
     run = torch.compile(model, backend=mf.backend(), fullgraph=True, dynamic=True)

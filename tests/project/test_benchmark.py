@@ -15,6 +15,7 @@ from tests.exhaustive import one_in
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 
 
+@pytest.mark.exhaustive
 def test_one_layer(tmp_path: Path) -> None:
     target = tmp_path / "times.json"
     options = [*"--layers 1 --dims small --repeat 1 --json".split(), target]

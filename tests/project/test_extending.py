@@ -180,6 +180,7 @@ assert 9999 in limits("npu_mla_prolog_v3", "A3").dims["He"], "latest holds what 
 """
 
 
+@pytest.mark.exhaustive
 def test_a_release_of_cann(scratch: Scratch) -> None:
     section = "A version of the operator"
     scratch.edit(

@@ -94,6 +94,7 @@ def test_whoever_imports_torch_has_the_operators() -> None:
         assert "mla_fusion.ops" in modules_after(statement)
 
 
+@pytest.mark.exhaustive
 def test_torch_before_2_7_is_refused_with_the_pair_to_install() -> None:
     code = "import torch; del torch.float8_e8m0fnu; torch.__version__ = '2.6.0'; import mla_fusion"
     environment = {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}

@@ -115,6 +115,7 @@ def test_interrupt_handler_stays_pythons() -> None:
     assert signal.getsignal(signal.SIGINT) in (signal.default_int_handler, signal.SIG_IGN)
 
 
+@pytest.mark.exhaustive
 def test_missing_compiler_says_what_to_install(tmp_path: Path) -> None:
     given = environment(MLA_FUSION_CACHE=str(tmp_path), PATH=str(tmp_path))
     command = [sys.executable, "-c", SHORT]

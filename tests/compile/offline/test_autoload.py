@@ -40,6 +40,7 @@ def test_import_works_without_any_setting_and_torch_npu_behind_it(tmp_path: Path
     assert (first, operator) == ("0", "npu.npu_mla_prolog_v3.default") and status != "2"
 
 
+@pytest.mark.exhaustive
 def test_nothing_stands_in_for_a_cann_that_is_there(tmp_path: Path) -> None:
     """Nor does ``activate()`` do anything."""
     (tmp_path / "libascendcl.so").touch()
