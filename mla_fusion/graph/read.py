@@ -212,9 +212,7 @@ class Graph:
         """The Values that nodes hold, by the Value without the number in front."""
         multiples: dict[Value, list[Value]] = {}
         for value in self.nodes:
-            is_multiple = value.op == "product" and value.literal[0] == (1,)
-            unscaled = value.sources[0] if is_multiple else value
-            multiples.setdefault(unscaled, []).append(value)
+            multiples.setdefault(self.form.split(value)[1], []).append(value)
         return multiples
 
     @property
