@@ -151,6 +151,17 @@ def test_rows_behind_a_symbolic_end() -> None:
     compare(Windows(), [base.paged_args(), base.paged_args(12)], 1, dynamic=True)
 
 
+class LastRows(Base):
+    def slots(self, slots: Tensor, query: Tensor) -> Tensor:
+        return torch.tensor([-1, 5])
+
+
+def test_literal_rows_from_the_end_of_caches_of_any_size() -> None:
+    graph = harness.traced_graph(LastRows(), *base.paged_args(2), dynamic=True)
+    (fusion,) = mf.explain(graph).fused
+    assert fusion.placement.startswith("staged: ")
+
+
 @pytest.mark.parametrize("name", one_in(3, DYNAMIC))
 def test_dynamic_numbers(name: str) -> None:
     run, calls, fused = DYNAMIC[name]
