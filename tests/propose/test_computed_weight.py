@@ -7,6 +7,7 @@ from torch.nn.utils import parametrize
 
 import mla_fusion as mf
 from tests.catalogue.base import Base, paged_args
+from tests.exhaustive import pairs
 from tests.harness import traced_graph
 
 
@@ -27,8 +28,10 @@ class Turned(Adapted):
         return weight @ (self.down.mT @ self.down)
 
 
-@pytest.mark.parametrize("made", [Adapted, Turned])
-@pytest.mark.parametrize("name", ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"])
+LAYERS = "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"
+
+
+@pytest.mark.parametrize(("name", "made"), pairs(LAYERS, [Adapted, Turned]))
 def test_weight_made_by_a_product(name: str, made: type[Adapted]) -> None:
     model = Base()
     layer = getattr(model, name)

@@ -269,6 +269,7 @@ print("held operators run")
 """
 
 
+@pytest.mark.exhaustive
 def test_withdraw_removes_and_operators_held_since_before_run() -> None:
     """Their handles would point at a definition that is gone: what calls them would read freed
     memory. To provide them twice does nothing.
