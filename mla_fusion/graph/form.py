@@ -314,7 +314,8 @@ class Form:
 
     def scaled(self, value: Value, times: Number) -> Value:
         """``times`` times the Value."""
-        return value if times == ONE else self.product([(value, 1)], times, value.dtype)
+        is_one = times is ONE or times == ONE
+        return value if is_one else self.product([(value, 1)], times, value.dtype)
 
     def negated(self, value: Value) -> Value:
         """The Value times -1."""

@@ -284,7 +284,7 @@ class Graph:
         literals = set[float]()
         for node in self.gm.graph.nodes:
             example = node.meta.get("val")
-            arguments = _leaves([node.args, node.kwargs.values()])
+            arguments = _leaves([*node.args, *node.kwargs.values()])
             for number in (*arguments, example, *getattr(example, "shape", ())):
                 if isinstance(number, (int, float)):
                     literals.add(abs(number))
@@ -526,7 +526,7 @@ class Graph:
         if self.symbols and not self._is_size_independent(arguments):
             return self._make_opaque(node)
         call = self.call(target, meta_value)
-        operands = _leaves([positional, options.values()])
+        operands = _leaves([*positional, *options.values()])
         if all(map(_is_known, operands)):
             folded = self._fold(target, positional, options, meta_value)
             if folded is not None:
