@@ -34,7 +34,7 @@ class Plan:
     compared     how many elements the proof compared
     assumptions  what the fusion takes for granted, for the report
     warnings     lines about caches that hold other numbers than the model's
-    structure    a key that is equal for the plans of equal layers
+    structure    a number that is equal for the plans of equal layers
     """
 
     graph: Graph
@@ -46,7 +46,7 @@ class Plan:
     compared: int = 0
     assumptions: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
-    structure: object = None
+    structure: int = -1
 
     @cached_property
     def products(self) -> list[Node]:

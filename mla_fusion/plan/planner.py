@@ -67,6 +67,7 @@ class Planner:
         self.graph, self.projections, self.config = graph, projections, config
         self.boundary = boundary
         self.taken_writes = set[Value]()
+        self._structures: dict[object, int] = {}  # their numbers: a key is long to compare
         self._size_assumptions: dict[object, tuple[str, ...]] = {}  # by structure
         self._proofs: dict[object, tuple[list[Value], tuple[list[int], int] | Departure]] = {}
 
@@ -111,7 +112,7 @@ class Planner:
         plan = self._place(proposal, claims)
         outputs = (node for node in plan.replaced if self.graph.base(node).op == "call_function")
         policy.check_functional(self.graph, (*plan.inputs, *outputs))
-        plan.structure = structure_of(plan)
+        self._number(plan)
         key = plan.structure, proposal.arguments["token_x"].active
         sizes = self._size_assumptions.get(key)
         computed_nodes = nodes_between(plan.replaced, plan.inputs)
@@ -122,7 +123,7 @@ class Planner:
             if plan is first_plan:
                 self._size_assumptions[key] = sizes
             else:
-                plan.structure = structure_of(plan)
+                self._number(plan)
         assumptions = [
             *plan.warnings,
             *_slot_assumptions(plan, self.config, self.boundary),
@@ -132,6 +133,10 @@ class Planner:
             *self._node_assumptions(plan, {*plan.region, *computed_nodes, *_slot_nodes(plan)}),
         ]
         return replace(plan, compared=compared, assumptions=(*assumptions, *sizes))
+
+    def _number(self, plan: Plan) -> None:
+        """Gives a plan the number of its structure."""
+        plan.structure = self._structures.setdefault(structure_of(plan), len(self._structures))
 
     def _node_assumptions(self, plan: Plan, nodes: set[Node]) -> Iterator[str]:
         """Yields what is assumed about the nodes of a plan, and about how x becomes bytes."""

@@ -1,7 +1,7 @@
 """Describes the structure of plans, so that the layers of a model share their verdicts.
 
-``planner.py`` asks the contract, and ``commit/verify.py`` the witness, once for each structure.
-What these verdicts depend on is equal for plans of one structure.
+``planner.py`` numbers structures. It asks the contract, and ``commit/verify.py`` the witness, once
+for each number. What these verdicts depend on is equal for plans of one number.
 """
 
 from __future__ import annotations
