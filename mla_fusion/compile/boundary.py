@@ -10,7 +10,7 @@ import functools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from math import isnan, prod
+from math import isnan
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +25,7 @@ from mla_fusion.config import Config
 from mla_fusion.fx.build import Builder, GraphBuilder, Recipe
 from mla_fusion.fx.kinds import filled_with, is_random, is_reshape, shape_of, value_of, word
 from mla_fusion.fx.module_path import label
-from mla_fusion.fx.sizes import has_symbols, is_size, is_symbolic, same, same_shape
+from mla_fusion.fx.sizes import bytes_of, has_symbols, is_size, is_symbolic, same, same_shape
 from mla_fusion.fx.vector_numbers import Exact
 from mla_fusion.fx.walk import is_copy_into, nodes_between
 from mla_fusion.graph.lower import Lowering
@@ -386,7 +386,7 @@ def fuse_with_boundary(
         warn_once(report.notes[-1])
     # views of parameters add no bytes
     report.bytes_added = sum(
-        prod(weight.value.shape) * weight.value.element_size()  # nbytes fails for symbolic offsets
+        bytes_of(weight.value)
         for weight in weights
         if not weight.is_view and not has_symbols(weight.value.shape)
     )

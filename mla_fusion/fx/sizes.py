@@ -43,6 +43,11 @@ def has_symbols(sizes: Iterable[Any]) -> bool:
     return not _SYMBOLIC.isdisjoint(map(type, sizes))
 
 
+def bytes_of(tensor: torch.Tensor) -> Any:
+    """Returns the bytes of a tensor's elements. ``nbytes`` fails if strides are symbolic."""
+    return math.prod(tensor.shape) * tensor.element_size()
+
+
 def sizes_of(node: Node) -> tuple[Any, ...]:
     """Returns the shape of a node's tensor, or of the first of several; () for anything else."""
     value = value_of(node)

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from torch.fx import Node
 
 from mla_fusion.fx.kinds import is_getitem, is_view, op_name, word, writes
-from mla_fusion.fx.sizes import has_symbols
+from mla_fusion.fx.sizes import bytes_of, has_symbols
 from mla_fusion.fx.walk import INPUTS, is_copy_into, origin, reached, views_and_writers
 from mla_fusion.graph.form import nearest, strip_reshapes
 from mla_fusion.plan.caches import Staged
@@ -82,7 +82,7 @@ def _cache_writes(plan: Plan) -> Leftover:
     token_bytes = sum(2 * _bytes(plan, node) for node in moved) // tokens
     tensors = [cache.meta["val"] for cache in caches]
     is_open = any(has_symbols(tensor.shape) for tensor in tensors)
-    whole_bytes = None if is_open else sum(tensor.nbytes for tensor in tensors)
+    whole_bytes = None if is_open else sum(map(bytes_of, tensors))
     names = (op_name(node).replace("::", ".") for node in steps)
     operators = (*("aten.cat" for _ in joining), *names)
     return Leftover("cache writes", operators, len(operators), token_bytes, whole_bytes)

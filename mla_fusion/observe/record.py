@@ -16,7 +16,7 @@ from mla_fusion.exact.field import POINTS
 from mla_fusion.exact.prove import CHANCE
 from mla_fusion.fx import module_path, registered
 from mla_fusion.fx.kinds import is_mutating, op_name
-from mla_fusion.fx.sizes import has_symbols, is_empty
+from mla_fusion.fx.sizes import bytes_of, has_symbols, is_empty
 from mla_fusion.fx.walk import is_copy_into, upward, views_and_writes
 from mla_fusion.graph.departure import Departure
 from mla_fusion.graph.form import Value
@@ -211,7 +211,7 @@ def _ge_copy_warnings(plan: Plan) -> Iterator[str]:
     for _, cache, _ in plan.written_caches if is_for_ge() else ():
         value = cache.meta["val"]
         if not value.is_contiguous():
-            moved = "" if has_symbols(value.shape) else f" ({size(2 * value.nbytes)} a step)"
+            moved = "" if has_symbols(value.shape) else f" ({size(2 * bytes_of(value))} a step)"
             yield (
                 f"{cache.name} has strides {list(value.stride())}, and GE takes contiguous inputs "
                 f"alone: torchair copies the whole of it in and back at every step{moved}. Give "
