@@ -841,7 +841,7 @@ def values_of(reading: Reading) -> list[Value]:
 
 
 def _leaves(arguments: Iterable[Any]) -> list[Any]:
-    """The items of nested lists."""
+    """The items of nested lists. ``tree_leaves`` is several times as slow, for each node."""
     leaves = list[Any]()
     for item in arguments:
         if isinstance(item, (list, tuple)):

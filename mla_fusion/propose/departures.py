@@ -374,11 +374,12 @@ class _NearMisses:
 
     def _added_term(self, value: Value, layers: Sequence[Value]) -> Reason | None:
         """Returns the reason if a sum or join adds a bias, or what another layer makes."""
-        terms = [
+        addends = [
             source
             for source in value.sources
-            if not source.model and (source.op != "leaf" or len(source.shape) != 1)
+            if source.model or (source.op == "leaf" and len(source.shape) == 1)
         ]
+        terms = [source for source in value.sources if source not in addends]
         layers_of_terms = [set(filter(_is_flat, self.layers_above(term)[0])) for term in terms]
         for two_terms in combinations(filter(None, layers_of_terms), 2):
             if two_terms[0].isdisjoint(two_terms[1]):
@@ -387,7 +388,7 @@ class _NearMisses:
                 return Reason("linear.hidden", text, (value, *pair))
         is_wide = bool(layers) and prod(value.shape) > layers[0].shape[0]
         if value.op == "sum" and len(terms) == 1 and is_wide and _is_layer_output(terms[0]):
-            bias = tuple(source for source in value.sources if source not in terms)[:1]
+            bias = tuple(addends[:1])
             bias_name = "%s" if bias else f"{float(value.literal[1]):g}"
             return Reason("linear.bias", f"%s adds {bias_name}", (value, *bias))
         return None

@@ -61,7 +61,8 @@ class MlaPagedCache(Cache):
     ) -> None:
         summary = getattr(config, "_mla_fusion_summary", None)
         config = getattr(config, "config", config)
-        text = getattr(config, "get_text_config", lambda decoder: config)(decoder=True)
+        has_text = hasattr(config, "get_text_config")
+        text = config.get_text_config(decoder=True) if has_text else config
         if getattr(text, "kv_lora_rank", None) is None:
             raise OptimizeError(
                 "cache.kind", f"{type(text).__name__} has no kv_lora_rank: no latents to cache"
