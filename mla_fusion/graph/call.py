@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from mla_fusion.compat import bounds_of, expression_of
-from mla_fusion.fx.kinds import signature
+from mla_fusion.fx.kinds import Signature, signature
 from mla_fusion.graph import bounds
 from mla_fusion.graph.form import (
     MOVES,
@@ -103,6 +103,13 @@ def name_of(target: Any) -> str:
     A higher-order operator has no schema; its own name is returned.
     """
     return signature(target).name.removeprefix("aten::") or str(target)
+
+
+def rule_names_of(schema: Signature) -> dict[str, str]:
+    """The names of arguments in rules, by their names in the schema: the first operand is ``x``."""
+    names = {name: name for name, _ in schema.arguments}
+    operand = next((name for name in names if name in ("self", "input", "a")), "x")
+    return names if "x" in names else {name: "x" if name == operand else name for name in names}
 
 
 def axes_of(value: Value, dim: Any) -> list[int]:

@@ -14,7 +14,7 @@ from torch.fx import Graph, GraphModule
 
 from mla_fusion.compat import OpOverload, decompositions, make_fx, tree_leaves, tree_map
 from mla_fusion.fx.kinds import signature
-from mla_fusion.graph.call import RULES, Size, name_of
+from mla_fusion.graph.call import RULES, Size, name_of, rule_names_of
 from mla_fusion.graph.form import Value
 
 _COMPOSED = frozenset(("einsum", "repeat_interleave", "tile"))
@@ -92,10 +92,12 @@ def _trace(
     traced or read.
     """
 
+    names = {new: name for name, new in rule_names_of(signature(target)).items()}
+
     def call(*tensors: torch.Tensor) -> Any:
         given = iter(tensors)
         filled = tree_map(lambda leaf: next(given) if isinstance(leaf, Value) else leaf, arguments)
-        results = function(**filled)
+        results = function(**{names[name]: filled[name] for name in filled})
         return tuple(results) if isinstance(results, tuple) else results
 
     tensors = [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in kinds]

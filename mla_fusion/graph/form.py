@@ -314,8 +314,11 @@ class Form:
 
     def scaled(self, value: Value, times: Number) -> Value:
         """``times`` times the Value."""
-        is_one = times is ONE or times == ONE
-        return value if is_one else self.product([(value, 1)], times, value.dtype)
+        if times is ONE or times == ONE:
+            return value
+        if value.op in ("product", "expand") or not times.ratio:
+            return self.product([(value, 1)], times, value.dtype)
+        return self.make("product", (value,), ((1,), times), value.shape, value.dtype)
 
     def negated(self, value: Value) -> Value:
         """The Value times -1."""
@@ -346,7 +349,10 @@ class Form:
         """Computes the result of ``split`` for a product or an expand."""
         if value.op == "product" and value.sources and value.literal[1] != ONE:
             exponents, times = value.literal
-            unscaled = self.product(zip(value.sources, exponents, strict=True), ONE, value.dtype)
+            unscaled = value.sources[0]
+            if exponents != (1,):
+                literal = exponents, ONE
+                unscaled = self.make("product", value.sources, literal, value.shape, value.dtype)
             # integers times a fraction are floats, and no integers again
             return (times, unscaled) if unscaled.is_float == value.is_float else (ONE, value)
         if value.op == "expand":

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import operator as python
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache
 from math import gcd, prod
 from typing import Any
 
@@ -31,11 +31,11 @@ from mla_fusion.compat import (
     tree_map,
 )
 from mla_fusion.fx import registered
-from mla_fusion.fx.kinds import attribute, is_literal, signature
+from mla_fusion.fx.kinds import Signature, attribute, is_literal, signature
 from mla_fusion.fx.sizes import Binding, has_symbols
 from mla_fusion.fx.sizes import expression as expression_of
 from mla_fusion.graph import arithmetic, decompose, fused, moves, quantise
-from mla_fusion.graph.call import RULES, Call, Departs, EqualSizes, Pair, Size, name_of
+from mla_fusion.graph.call import RULES, Call, Departs, EqualSizes, Pair, Size, name_of, rule_names_of
 from mla_fusion.graph.form import Form, Value, filled_with, strip_reshapes
 from mla_fusion.graph.numbers import LEAST_BOUND, Number, is_open, is_rough
 from mla_fusion.graph.parameters import parameters
@@ -459,7 +459,7 @@ class Graph:
         if not isinstance(viewed_value, Value):
             return None
         arguments = bind_arguments(view.target, self.argument(list(view.args)), {})
-        del arguments["self"]
+        del arguments["x"]
         if scatter is not None:
             return self._scatter(scatter, viewed_value, src=value, **arguments)
         if name in ("transpose", "t"):  # each undoes itself
@@ -593,10 +593,7 @@ class Graph:
         rule = RULES.get(call.name)
         if rule is not None and (not has_pairs or call.name in arithmetic.OF_COMPLEX):
             try:
-                return rule(
-                    call,
-                    **{"x" if name in _OPERAND else name: arguments[name] for name in arguments},
-                )
+                return rule(call, **arguments)
             except Departs:
                 pass
             except EqualSizes as equal:
@@ -777,22 +774,30 @@ def written_arguments(node: Node) -> Iterator[Node]:
 
 
 _UNUSED = ("device", "pin_memory", "layout", "memory_format", "out", "generator")
-_OPERAND = ("self", "input", "a")  # names of the first operand in schemas; in rules it is ``x``
 
 
 def bind_arguments(
     target: Any, positional: Sequence[Any], options: dict[str, Any]
 ) -> dict[str, Any]:
-    """Arguments by their names in the schema, defaults included."""
+    """Arguments by the names that rules give them, defaults included."""
     arguments: dict[str, Any] = {}
-    for place, (name, default) in enumerate(signature(target).arguments):
-        if name in _UNUSED:
-            continue
-        is_positional = place < len(positional)
-        argument = positional[place] if is_positional else options.get(name, default)
-        if argument is not None or is_positional or name in options:
-            arguments[name] = argument
+    for place, name, rule_name, default in _parameters_of(signature(target)):
+        if place < len(positional):
+            arguments[rule_name] = positional[place]
+        elif default is not None or name in options:
+            arguments[rule_name] = options.get(name, default)
     return arguments
+
+
+@cache
+def _parameters_of(schema: Signature) -> list[tuple[int, str, str, Any]]:
+    """The parameters that matter to the result: place, name, name in rules, default."""
+    rule_names = rule_names_of(schema)
+    return [
+        (place, name, rule_names[name], default)
+        for place, (name, default) in enumerate(schema.arguments)
+        if name not in _UNUSED
+    ]
 
 
 @lru_cache(maxsize=4096)
