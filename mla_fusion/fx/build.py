@@ -197,7 +197,9 @@ class GraphBuilder(Builder):
         return self.copies.get(node) or self.copy(node)
 
     def call(self, op: Any, *args: Any, **kwargs: Any) -> Node:
-        return self.insert(op, args, kwargs, self.propagate(op, args, kwargs))
+        value = self._reshaped(*args) if op is aten.reshape.default else None
+        value = self.propagate(op, args, kwargs) if value is None else value
+        return self.insert(op, args, kwargs, value)
 
     def call_again(self, key: object, op: Any, *args: Any, **kwargs: Any) -> Node:
         results = self._results.get(key)
@@ -257,6 +259,23 @@ class GraphBuilder(Builder):
         )
         with nullcontext() if self._is_propagating else self.propagating():
             return op(*fake_args, **fake_kwargs)
+
+    def _reshaped(self, node: Node, sizes: Sequence[Any]) -> FakeTensor | None:
+        """Returns what a node becomes by a reshape, several times as fast as by the operator.
+
+        None if its value is not contiguous or in another mode, or if a size is symbolic or -1.
+        """
+        tensor = node.meta["val"]
+        if type(tensor) is not FakeTensor or tensor.fake_mode is not self._fake_mode:
+            return None
+        is_known = all(isinstance(size, int) and size >= 0 for size in sizes)
+        if not is_known or has_symbols(tensor.shape) or not tensor.is_contiguous():
+            return None
+        with without_modes():
+            view = torch.empty(tuple(sizes), dtype=tensor.dtype, device="meta")
+            storage, offset = tensor.untyped_storage(), tensor.storage_offset()
+            view.set_(storage, offset, view.shape, view.stride())
+            return FakeTensor(self._fake_mode, view, tensor.device)
 
     def shape(self, value: Node) -> Sequence[Any]:
         return tuple(shape_of(value))

@@ -107,6 +107,8 @@ class Signature:
 
     name          ``namespace::name`` without the overload
     word          the name alone
+    rule          the name by which the reader knows it: without ``aten::``, and without the
+                  underscore of an operator in place
     arguments     names of the arguments, with their defaults
     is_mutable    True if it changes an argument
     is_in_place   True if it changes its first argument and returns it (``__and__`` does not)
@@ -120,6 +122,7 @@ class Signature:
     target: Any
     name: str = ""
     word: str = ""
+    rule: str = ""
     arguments: tuple[tuple[str, Any], ...] = ()
     is_mutable: bool = False
     is_in_place: bool = False
@@ -134,13 +137,15 @@ class Signature:
         """Returns the signature of an operator."""
         schema = schema_of(target)
         name, is_mutable = str(schema.name), bool(schema.is_mutable)
+        is_in_place = is_mutable and name.endswith("_")
         return cls(
             target,
             name,
             name.rpartition("::")[2],
+            name.removeprefix("aten::").removesuffix("_" if is_in_place else ""),
             tuple((argument.name, argument.default_value) for argument in schema.arguments),
             is_mutable,
-            is_mutable and name.endswith("_"),
+            is_in_place,
             bool(target.is_view),
             any(result.alias_info is not None for result in schema.returns),
             torch.Tag.nondeterministic_seeded in target.tags,

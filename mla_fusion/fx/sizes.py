@@ -48,6 +48,18 @@ def bytes_of(tensor: torch.Tensor) -> Any:
     return math.prod(tensor.shape) * tensor.element_size()
 
 
+def describe(value: Any) -> object:
+    """Returns dtype, shape, strides and device of a tensor, or the value as text."""
+    if isinstance(value, torch.Tensor):
+        shape, strides = value.shape, value.stride()
+        if has_symbols((*shape, *strides)):  # as text they can be compared and hashed
+            return value.dtype, str(shape), str(strides), value.device, value.is_conj()
+        return value.dtype, shape, strides, value.device, value.is_conj()
+    if isinstance(value, (list, tuple)):
+        return tuple(map(describe, value))
+    return str(value)
+
+
 def sizes_of(node: Node) -> tuple[Any, ...]:
     """Returns the shape of a node's tensor, or of the first of several; () for anything else."""
     value = value_of(node)

@@ -216,9 +216,9 @@ class Call:
         """
         factors, form = list(factors), self.form
         dtype = self.dtype
-        shape = broadcast(value.shape for value, _ in factors)
         if any(value.active for value, _ in factors):
             return form.product([(form.bare(value), power) for value, power in factors], times)
+        shape = broadcast(value.shape for value, _ in factors)
         operands: list[Factor] = []
         for value, power in factors:
             filled_value = filled_with(value)

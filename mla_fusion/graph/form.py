@@ -160,9 +160,9 @@ class Form:
 
         ``model`` must be passed for a leaf; otherwise it follows from the sources.
         """
-        shape = tuple(shape)
+        shape, sources = tuple(shape), tuple(sources)
         operation = self._operation_number(op, literal, shape, dtype)
-        key = operation, *[source.serial for source in sources]
+        key = operation, sources
         value = self._values.get(key)
         if value is None:
             if model is None:
@@ -174,9 +174,7 @@ class Form:
             if is_leaf:
                 operation = self._operation_number(op, None, shape, dtype)
             kind, serial = 4 * operation + 2 * model + active, len(self._values) + 1
-            value = Value(
-                op, tuple(sources), literal, shape, dtype, serial, active, model, weight, kind
-            )
+            value = Value(op, sources, literal, shape, dtype, serial, active, model, weight, kind)
             self._values[key] = value
         return value
 
@@ -913,7 +911,7 @@ def strip_reshapes(value: Value) -> Value:
 def order(
     values: Iterable[Value],
     inputs: Container[Value] = (),
-    is_followed: Callable[[Value], bool] = lambda value: True,
+    is_followed: Callable[[Value], bool] | None = None,
 ) -> list[Value]:
     """The Values that ``values`` are computed from, sources first.
 
@@ -926,8 +924,10 @@ def order(
         value, is_ready = stack.pop()
         if is_ready:
             ordered.append(value)
-        elif value not in seen and value not in inputs and is_followed(value):
+        elif value not in seen and value not in inputs:
             seen.add(value)
+            if is_followed is not None and not is_followed(value):
+                continue
             stack.append((value, True))
             stack += [(source, False) for source in value.sources if source not in seen]
     return ordered

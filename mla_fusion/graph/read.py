@@ -35,7 +35,16 @@ from mla_fusion.fx.kinds import Signature, attribute, is_literal, signature
 from mla_fusion.fx.sizes import Binding, has_symbols
 from mla_fusion.fx.sizes import expression as expression_of
 from mla_fusion.graph import arithmetic, decompose, fused, moves, quantise
-from mla_fusion.graph.call import RULES, Call, Departs, EqualSizes, Pair, Size, name_of, rule_names_of
+from mla_fusion.graph.call import (
+    RULES,
+    Call,
+    Departs,
+    EqualSizes,
+    Pair,
+    Size,
+    name_of,
+    rule_names_of,
+)
 from mla_fusion.graph.form import Form, Value, filled_with, strip_reshapes
 from mla_fusion.graph.numbers import LEAST_BOUND, Number, is_open, is_rough
 from mla_fusion.graph.parameters import parameters
@@ -183,10 +192,8 @@ class Graph:
 
         If none does either, the one node that makes it on the way, if there is one.
         """
-        enclosing_nodes = [self.enclosing[value]] if value in self.enclosing else []
-        return self.nodes.get(value) or self._nodes_by_origin.get(
-            self._origin(value), enclosing_nodes
-        )
+        nodes = self.nodes.get(value) or self._nodes_by_origin.get(self._origin(value))
+        return nodes or ([self.enclosing[value]] if value in self.enclosing else [])
 
     def _is_same(self, reading: Reading, value: Value) -> bool:
         """True if a reading is a Value or a reshape of it."""
@@ -205,7 +212,10 @@ class Graph:
         nodes_of: dict[tuple[Number, Value], list[Node]] = {}
         for value, nodes in self.nodes.items():
             nodes_of.setdefault(self._origin(value), []).extend(nodes)
-        return {origin: sorted({*nodes}) for origin, nodes in nodes_of.items()}
+        return {
+            origin: sorted({*nodes}) if len(nodes) > 1 else nodes
+            for origin, nodes in nodes_of.items()
+        }
 
     @cached_property
     def multiples(self) -> dict[Value, list[Value]]:
@@ -301,10 +311,9 @@ class Graph:
 
     def shape(self, sizes: Sequence[Any]) -> tuple[int, ...]:
         """The sizes as bound numbers."""
-        shape = tuple(sizes)
-        if all(type(size) is int for size in shape):
-            return shape
-        return tuple(int(self.size(size)) for size in shape)
+        if has_symbols(sizes):
+            return tuple(int(self.size(size)) for size in sizes)
+        return tuple(sizes)
 
     # -- nodes
 
@@ -357,7 +366,8 @@ class Graph:
                 self._record_write(operand, reading)
             else:  # by ``out``, or one of several
                 self._record_write(operand, self._opaque_memory(operand, node.name))
-        self._note_alias(node)
+        if schema.is_view or schema.is_in_place:
+            self._note_alias(node)
         return reading
 
     # -- writes in place, through views too
@@ -563,10 +573,7 @@ class Graph:
             shape, dtype = self.shape(meta_value.shape), meta_value.dtype
         else:
             shape, dtype = (), torch.int64
-        name = name_of(target)
-        if signature(target).is_in_place:
-            name = name.removesuffix("_")
-        return Call(self.form, name, shape, dtype)
+        return Call(self.form, signature(target).rule or str(target), shape, dtype)
 
     def run(
         self, call: Call, target: Any, arguments: dict[str, Any], node: Node, has_pairs: bool

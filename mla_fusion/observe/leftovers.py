@@ -16,7 +16,6 @@ from mla_fusion.fx.walk import INPUTS, is_copy_into, origin, reached, views_and_
 from mla_fusion.graph.form import nearest, strip_reshapes
 from mla_fusion.plan.caches import Staged
 from mla_fusion.plan.plan import Plan
-from mla_fusion.plan.region import nodes_between
 from mla_fusion.report.staging import Leftover
 
 _BFLOAT16 = 2  # bytes
@@ -47,7 +46,7 @@ def count_replaced(plan: Plan) -> int:
 
     Views do not count.
     """
-    nodes = nodes_between([*plan.replaced], plan.inputs).union(_nodes_to_caches(_new_rows(plan)))
+    nodes = plan.steps.union(_nodes_to_caches(_new_rows(plan)))
     return sum(not _is_view_only(node) for node in nodes)
 
 

@@ -46,7 +46,7 @@ def is_replaced(graph: Graph, node: Node, rewrites: Rewrites) -> bool:
 
 def is_size(node: Node) -> bool:
     """Returns True if the node returns the size of a tensor."""
-    return isinstance(node.target, OpOverload) and isinstance(node.meta.get("val"), torch.SymInt)
+    return isinstance(node.meta.get("val"), torch.SymInt) and isinstance(node.target, OpOverload)
 
 
 def _is_metadata_check(graph: Graph, node: Node) -> bool:
@@ -216,6 +216,7 @@ def partition_nodes(
             raise departure_at(graph, node, "reader.latent", detail)
         parts.replaced.pop(node, None)
         parts.kept.add(node)
-        stack += [(producer, node, False) for producer in node.all_input_nodes]
+        producers = (producer for producer in node.all_input_nodes if producer not in parts.kept)
+        stack += [(producer, node, False) for producer in producers]
         stack += [(writer, node, True) for writer in _kept_with(graph, node)]
     return parts

@@ -13,6 +13,7 @@ from typing import Any
 from torch.fx import Node
 
 from mla_fusion.exact.prove import Claim
+from mla_fusion.fx.walk import nodes_between
 from mla_fusion.graph.form import Value, nearest
 from mla_fusion.graph.read import Graph
 from mla_fusion.plan import modes
@@ -160,6 +161,12 @@ class Plan:
         caches = [cache for _, cache, _ in self.written_caches]
         duplicates = [node for value in values for node in graph.nodes_holding(value)]
         return [*dict.fromkeys((*source_nodes(graph, values), *duplicates, *caches))]
+
+    @cached_property
+    def steps(self) -> set[Node]:
+        """Returns the calls from the inputs to what is replaced."""
+        nodes = nodes_between(self.inputs, self.replaced)
+        return {node for node in nodes if node.op == "call_function"}
 
 
 def _epsilon(epsilon: Fraction) -> float:

@@ -26,7 +26,7 @@ from mla_fusion.plan import contract, policy
 from mla_fusion.plan.caches import PAIRS, InPlace, Obstacle, Staged, Write, place_rows
 from mla_fusion.plan.outputs import is_size
 from mla_fusion.plan.plan import Plan
-from mla_fusion.plan.region import find_region, nodes_between
+from mla_fusion.plan.region import find_region
 from mla_fusion.plan.structure import structure_of
 from mla_fusion.propose.cache_variants import cache_variants
 from mla_fusion.propose.padded import pad_heads
@@ -115,9 +115,8 @@ class Planner:
         self._number(plan)
         key = plan.structure, proposal.arguments["token_x"].active
         sizes = self._size_assumptions.get(key)
-        computed_nodes = nodes_between(plan.replaced, plan.inputs)
         if sizes is None:
-            policy.check_region(self.graph, proposal, sorted({*plan.region, *computed_nodes}))
+            policy.check_region(self.graph, proposal, sorted({*plan.region, *plan.steps}))
             first_plan = plan
             plan, sizes = self._accept_contract(first_plan, claims)
             if plan is first_plan:
@@ -130,7 +129,7 @@ class Planner:
             *([ROWS_READ_BACK] if _reads_rows_back(plan) else []),
             *([IDENTITY] if proposal.identity_reason is not None else []),
             *policy.gamma_assumptions(plan.proposal),
-            *self._node_assumptions(plan, {*plan.region, *computed_nodes, *_slot_nodes(plan)}),
+            *self._node_assumptions(plan, {*plan.region, *plan.steps, *_slot_nodes(plan)}),
         ]
         return replace(plan, compared=compared, assumptions=(*assumptions, *sizes))
 

@@ -5,14 +5,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from math import prod
 
 import torch
 from torch.fx import Node
 
 from mla_fusion.fx.kinds import MODEL_FLOATS, is_mutating, value_of
-from mla_fusion.fx.walk import reached
 from mla_fusion.graph.departure import Departure
 from mla_fusion.graph.form import Value, order, strip_reshapes
 from mla_fusion.graph.read import Graph
@@ -90,21 +88,6 @@ def _reader_departure(
         act = "the graph gives out"
     detail = f"{act} {source.name}, which the kernel keeps to itself"
     return departure_at(graph, source, "reader.latent", detail)
-
-
-def nodes_between(starts: Iterable[Node], end_nodes: Iterable[Node]) -> set[Node]:
-    """Returns the nodes from which ``starts`` are computed, without ``ends`` and what is above
-    them.
-    """
-    end_nodes = set(end_nodes)
-
-    def is_computed(node: Node) -> bool:
-        """Returns True if the node is a call before the ends."""
-        return node not in end_nodes and node.op == "call_function"
-
-    return set(
-        reached(filter(is_computed, starts), lambda node: filter(is_computed, node.all_input_nodes))
-    )
 
 
 def activation_nodes(plan: Plan) -> dict[Node, str]:

@@ -6,13 +6,12 @@ for each number. What these verdicts depend on is equal for plans of one number.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Mapping
 
-import torch
 from torch.fx import Node
 from torch.fx.node import map_arg
 
+from mla_fusion.fx.sizes import describe
 from mla_fusion.fx.vector_numbers import HOLDS_BFLOAT16
 from mla_fusion.fx.walk import INPUTS, reached
 from mla_fusion.graph.form import Value, numbered
@@ -70,7 +69,7 @@ def _kind_of(graph: Graph, node: Node) -> object:
     """Returns the dtype, shape and strides that a node holds, and for an input whose it is."""
     is_parameter, note = node in graph.parameters, node.meta.get(HOLDS_BFLOAT16)
     origin = (node.op, is_parameter, note) if node.op in INPUTS else None
-    return origin, _describe(node.meta.get("val"))
+    return origin, describe(node.meta.get("val"))
 
 
 def _describe_call(node: Node, numbers: Mapping[Node, int]) -> object:
@@ -79,18 +78,3 @@ def _describe_call(node: Node, numbers: Mapping[Node, int]) -> object:
         return None
     arguments = map_arg((node.args, node.kwargs), lambda read: f"%{numbers[read]}")
     return node.target, repr(arguments)
-
-
-def _describe(value: Any) -> object:
-    """Returns dtype, shape, strides and device of a tensor, or the value as text."""
-    if isinstance(value, torch.Tensor):
-        shape, strides = _sizes(value.shape), _sizes(value.stride())
-        return value.dtype, shape, strides, value.device, value.is_conj()
-    if isinstance(value, (list, tuple)):
-        return tuple(map(_describe, value))
-    return str(value)
-
-
-def _sizes(sizes: Iterable[Any]) -> tuple[object, ...]:
-    """Returns sizes with symbols as text, so that they can be compared and hashed."""
-    return tuple([size if isinstance(size, int) else str(size) for size in sizes])

@@ -52,13 +52,15 @@ class Rewrites:
 
     def _derive(self, value: Value) -> Value | None:
         """Returns the rewrite of a Value that no claim names."""
+        if not value.active:
+            return None
         factor, unscaled = self._form.split(value)
         if unscaled is not value:
             inner = self.of(unscaled)
             return None if inner is None else self._form.scaled(inner, factor)
-        if value.op == "product" and value.active:
+        if value.op == "product":
             return self._derive_product(value)
-        if value.op not in MOVES or not value.active:
+        if value.op not in MOVES:
             return None
         sources = [self.of(source) if source.active else source for source in value.sources]
         if any(source is None for source in sources):

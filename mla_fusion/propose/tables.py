@@ -94,9 +94,10 @@ def assemble_table(
     candidates  Values [T, m] with their numbers [tokens, m]
     """
     form, tables = site.projections.form, list[tuple[int, int, Value]]()
+    columns_of_numbers = list(map(tuple, numbers.T.tolist()))
     for value, candidate_numbers in candidates:
         places = {tuple(column): place for place, column in enumerate(candidate_numbers.T.tolist())}
-        columns = [places.get(tuple(column)) for column in numbers.T.tolist()]
+        columns = [places.get(column) for column in columns_of_numbers]
         if None not in columns:
             steps = torch.tensor(columns, dtype=torch.int64).diff()
             runs = 1 + int((steps.diff() != 0).sum()) if len(steps) > 1 else 1
