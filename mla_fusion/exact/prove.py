@@ -36,54 +36,53 @@ class Claim:
 
 
 def prove(activations: dict[Value, Layout], tokens: int, claims: Sequence[Claim]) -> int:
-    """Returns how many elements were compared.
+    """Returns how many elements were compared. Raises the Departure of a claim that does not hold.
 
     activations  the Values that are random, with their layouts
     tokens       how many tokens the graph has
-
-    Raises Departure if two elements differ, if tokens are mixed, or if a Value is too large.
     """
-    sides = [side for claim in claims for side in (claim.graph, claim.kernel)]
-    try:
-        layouts = layouts_of(sides, activations)
-        binding = Binding(cuts_of(layouts.values()), tokens)
-    except Mixed as mixed:
-        raise _tokens_mixed(mixed, claims) from mixed
-    compared, points = 0, [*field.POINTS]
-    while points:
-        count, refusal = _compare_at_point(binding, layouts, activations, claims, points.pop())
-        compared += count
-        if refusal is None:
-            continue
-        finer_binding = binding.refined()  # Values beside x divide the tokens at more places
-        if finer_binding is None:
-            raise refusal
-        binding, compared, points = finer_binding, 0, [*field.POINTS]
+    compared = 0
+    for outcome in outcomes(activations, tokens, claims):
+        if isinstance(outcome, Departure):
+            raise outcome
+        compared += outcome
     return compared
 
 
-def _compare_at_point(
-    binding: Binding,
-    layouts: dict[Value, Layout],
-    activations: dict[Value, Layout],
-    claims: Sequence[Claim],
-    point: field.Point,
-) -> tuple[int, Departure | None]:
-    """Compares all claims at one point.
-
-    Returns how many elements were compared, and the departure of the first claim that fails.
+def outcomes(
+    activations: dict[Value, Layout], tokens: int, claims: Sequence[Claim]
+) -> list[int | Departure]:
+    """Returns for each claim how many elements were compared, or why it does not hold: two elements
+    differ, tokens are mixed, or a Value is too large.
     """
-    drawn = {
-        value: field.random(field.word(point.seed, "given", value.serial), binding.shape(layout))
-        for value, layout in activations.items()
-    }
-    evaluation, compared, refusal = Evaluation(binding, layouts, drawn, point), 0, None
+    at_first, layouts = list[int | Departure](), dict(activations)
     for claim in claims:
         try:
-            compared += _compare(evaluation, claim)
-        except Departure as departure:
-            refusal = refusal or departure
-    return compared, refusal
+            layouts |= layouts_of((claim.graph, claim.kernel), activations)
+            at_first.append(0)
+        except Mixed as mixed:
+            at_first.append(_tokens_mixed(mixed, claim))
+    binding: Binding | None = Binding(cuts_of(layouts.values()), tokens)
+    while binding is not None:
+        results, is_refuted = [*at_first], False
+        for point in field.POINTS:
+            names = {value: field.word(point.seed, "given", value.serial) for value in activations}
+            drawn = {
+                value: field.random(names[value], binding.shape(layout))
+                for value, layout in activations.items()
+            }
+            evaluation = Evaluation(binding, layouts, drawn, point)
+            for place, claim in enumerate(claims):
+                count = results[place]
+                if isinstance(count, Departure):
+                    continue
+                try:
+                    results[place] = count + _compare(evaluation, claim)
+                except Departure as departure:
+                    results[place], is_refuted = departure, True
+        # Values beside x may divide the tokens at more places
+        binding = binding.refined() if is_refuted else None
+    return results
 
 
 def _compare(evaluation: Evaluation, claim: Claim) -> int:
@@ -99,7 +98,7 @@ def _compare(evaluation: Evaluation, claim: Claim) -> int:
         if evaluation.layouts[graph_value] != evaluation.layouts[kernel_value]:
             raise Mixed(graph_value)
     except (Mixed, KeyError) as mixed:
-        raise _tokens_mixed(mixed, [claim]) from mixed
+        raise _tokens_mixed(mixed, claim) from mixed
     except Undecided as large:
         detail = f"{claim.part} is too large to be run"
         raise Departure("proof.differs", detail, large.args) from large
@@ -111,7 +110,7 @@ def _compare(evaluation: Evaluation, claim: Claim) -> int:
     return sides[0].numel()
 
 
-def _tokens_mixed(error: Exception, claims: Sequence[Claim]) -> Departure:
+def _tokens_mixed(error: Exception, claim: Claim) -> Departure:
     """The departure for mixed tokens."""
     mixing_values = [value for value in error.args if isinstance(value, Value)]
-    return Departure("tokens.mixed", "tokens are mixed, or cut", mixing_values or [claims[0].graph])
+    return Departure("tokens.mixed", "tokens are mixed, or cut", mixing_values or [claim.graph])

@@ -26,6 +26,7 @@ from mla_fusion.graph.form import (
     broadcast,
     filled_with,
     order,
+    serial,
     strip,
 )
 from mla_fusion.graph.numbers import ONE, Number, is_open, literal, number
@@ -303,7 +304,7 @@ class Call:
 
     def symmetric(self, name: str, x: Any, other: Any) -> Value:
         """A named function of two operands in any order."""
-        values = sorted((self.value(x), self.value(other)), key=lambda value: value.serial)
+        values = sorted((self.value(x), self.value(other)), key=serial)
         return self.function(name, *values)
 
     def opaque(self, literals: object, values: Sequence[Value]) -> Any:

@@ -41,6 +41,7 @@ from fractions import Fraction
 from functools import lru_cache
 from itertools import accumulate, groupby
 from math import prod
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -871,6 +872,9 @@ class Form:
         return replacements[value]
 
 
+serial: Callable[[Value], int] = attrgetter("serial")
+
+
 def _by_serial(number_of: dict[Value, Exponent]) -> list[Factor]:
     """The Values whose number is not 0, with it, in the order in which they were made."""
     entries = (entry for entry in number_of.items() if entry[1])
@@ -915,22 +919,16 @@ def order(
 ) -> list[Value]:
     """The Values that ``values`` are computed from, sources first.
 
-    Each Value of ``values`` is completed before the next one. It stops at ``inputs``, which are not
-    in the result, and at Values that are not followed.
+    It stops at ``inputs``, which are not in the result, and at Values that are not followed.
     """
-    ordered, seen = list[Value](), set[Value]()
-    stack = [(value, False) for value in list(values)[::-1]]
+    reached, stack = set[Value](), list(values)
     while stack:
-        value, is_ready = stack.pop()
-        if is_ready:
-            ordered.append(value)
-        elif value not in seen and value not in inputs:
-            seen.add(value)
-            if is_followed is not None and not is_followed(value):
-                continue
-            stack.append((value, True))
-            stack += [(source, False) for source in value.sources if source not in seen]
-    return ordered
+        value = stack.pop()
+        if value in reached or value in inputs or not (is_followed is None or is_followed(value)):
+            continue
+        reached.add(value)
+        stack += value.sources
+    return sorted(reached, key=serial)
 
 
 def nearest(values: Iterable[Value], targets: Container[Value]) -> list[Value]:

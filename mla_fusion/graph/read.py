@@ -536,7 +536,8 @@ class Graph:
         if self.symbols and not self._is_size_independent(arguments):
             return self._make_opaque(node)
         call = self.call(target, meta_value)
-        operands = _leaves([*positional, *options.values()])
+        operands = [*positional, *options.values()]
+        operands = _leaves(operands) if list in map(type, operands) else operands
         if all(map(_is_known, operands)):
             folded = self._fold(target, positional, options, meta_value)
             if folded is not None:

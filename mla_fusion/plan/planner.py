@@ -7,7 +7,6 @@ plan and lowers it.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import replace
 from math import prod
 
@@ -15,7 +14,7 @@ import torch
 from torch.fx import Node
 
 from mla_fusion.config import Config
-from mla_fusion.exact.prove import Claim, prove
+from mla_fusion.exact.prove import Claim, outcomes, prove
 from mla_fusion.fx.kinds import dtype_of, signature
 from mla_fusion.fx.walk import is_copy_into, reached
 from mla_fusion.graph.departure import Departure
@@ -139,12 +138,11 @@ class Planner:
 
     def _node_assumptions(self, plan: Plan, nodes: set[Node]) -> Iterator[str]:
         """Yields what is assumed about the nodes of a plan, and about how x becomes bytes."""
-        operators = (
-            operator for node in sorted(nodes) for operator in self.graph.registered.get(node, ())
-        )
+        graph, stack = self.graph, plan.inputs if self.graph.assumed else []
+        registered = sorted(nodes.intersection(graph.registered))
+        operators = (operator for node in registered for operator in graph.registered[node])
         for target in dict.fromkeys(operators):
             yield f"{target} computes what was registered for it"
-        graph, stack = self.graph, plan.inputs if self.graph.assumed else []
         while stack:
             node = stack.pop()
             reading = graph.readings[node]
@@ -152,9 +150,8 @@ class Planner:
             if is_computed and dtype_of(node) != torch.bfloat16:
                 nodes.add(node)
                 stack += node.all_input_nodes
-        for node in sorted(nodes):
-            for line in graph.assumed.get(node, ()):
-                yield f"{line} at {node.name}"
+        for node in sorted(nodes.intersection(graph.assumed)):
+            yield from (f"{line} at {node.name}" for line in graph.assumed[node])
 
     def _proven_claims(self, proposal: Proposal) -> tuple[list[Claim], int]:
         """Returns the claims that hold, and how many elements were compared.
@@ -187,11 +184,9 @@ class Planner:
             compared = prove(activations, tokens, claims)
         except Departure as departure:
             return departure
-        places = list[int]()
-        for place, claim in enumerate(claims_over(form, proposal.optional_claims, definitions)):
-            with suppress(Departure):
-                prove(activations, tokens, [claim])
-                places.append(place)
+        optional_claims = claims_over(form, proposal.optional_claims, definitions)
+        found = outcomes(activations, tokens, optional_claims)
+        places = [place for place, item in enumerate(found) if not isinstance(item, Departure)]
         return places, compared
 
     def _place(self, proposal: Proposal, claims: list[Claim]) -> Plan:

@@ -24,8 +24,8 @@ from mla_fusion.plan.region import activation_nodes
 def structure_of(plan: Plan) -> object:
     """Returns a key that is equal for plans that differ only in the names of nodes and inputs.
 
-    It stands for the nodes from x to what is replaced, with dtypes, strides and what is known of
-    parameters. It also stands for the Values and for the call.
+    It stands for the nodes from x to what is replaced, with the dtypes and strides from which they
+    start and what is known of parameters. It also stands for the Values and for the call.
     """
     graph, arguments, ends = plan.graph, plan.proposal.arguments, activation_nodes(plan)
     argument_nodes = source_nodes(graph, plan.values.values())
@@ -36,7 +36,10 @@ def structure_of(plan: Plan) -> object:
     )
     numbers = {node: number for number, node in enumerate(nodes)}
     steps = [
-        (_kind_of(graph, node), ends.get(node) or _describe_call(node, numbers)) for node in numbers
+        (ends.get(node), _kind_of(graph, node))
+        if node in ends or node.op in INPUTS
+        else _describe_call(node, numbers)  # dtypes and strides follow
+        for node in numbers
     ]
     token_x = arguments["token_x"]
     sides = [*plan.replaced.values(), *plan.proposal.products]
@@ -73,8 +76,6 @@ def _kind_of(graph: Graph, node: Node) -> object:
 
 
 def _describe_call(node: Node, numbers: Mapping[Node, int]) -> object:
-    """Returns what a node calls, with numbers in place of nodes; None for an input."""
-    if node.op in INPUTS:
-        return None
+    """Returns what a node calls, with numbers in place of nodes."""
     arguments = map_arg((node.args, node.kwargs), lambda read: f"%{numbers[read]}")
     return node.target, repr(arguments)

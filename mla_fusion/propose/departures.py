@@ -16,7 +16,6 @@ from contextlib import suppress
 from functools import cached_property
 from itertools import combinations
 from math import prod
-from operator import attrgetter
 from typing import NamedTuple
 
 from torch.fx import Node
@@ -26,7 +25,7 @@ from mla_fusion.fx.kinds import argument
 from mla_fusion.fx.module_path import label
 from mla_fusion.graph.call import RULES, name_of
 from mla_fusion.graph.departure import UNKNOWN, Departure
-from mla_fusion.graph.form import BYTES, MOVES, Value, filled_with, order, strip
+from mla_fusion.graph.form import BYTES, MOVES, Value, filled_with, order, serial, strip
 from mla_fusion.graph.layout import Layout, Mixed, layout_of, token_layout
 from mla_fusion.propose.norms import radicands, read_norm
 from mla_fusion.propose.quantised import operand_format, split_blocks, unquantised_rows
@@ -45,7 +44,6 @@ _SMOOTH = frozenset(
     mish pow sigmoid sin sinc sinh tan tanh
     """.split()
 )
-_serial = attrgetter("serial")
 _EXCHANGES = "exchanges values with other devices"
 
 
@@ -87,7 +85,7 @@ def departures_to_report(
         if reported_products.isdisjoint(near_miss.site) and not is_repeated:
             reported_products |= {*near_miss.site}
             reported.append(near_miss)
-    return sorted(reported, key=lambda near_miss: min(map(_serial, near_miss.site), default=0))
+    return sorted(reported, key=lambda near_miss: min(map(serial, near_miss.site), default=0))
 
 
 def _is_layer(value: Value) -> bool:
@@ -294,7 +292,7 @@ class _NearMisses:
         """
         other_sources = (source for source in value.sources if source.active and source not in seen)
         if value.op == "product":
-            return any(source.serial > min(map(_serial, layers)) for source in other_sources)
+            return any(source.serial > min(map(serial, layers)) for source in other_sources)
         if value.op != "sum":
             return any(other_sources)
         layers_above = (layer for source in other_sources for layer in self._reached(source)[0])
@@ -384,7 +382,7 @@ class _NearMisses:
         for two_terms in combinations(filter(None, layers_of_terms), 2):
             if two_terms[0].isdisjoint(two_terms[1]):
                 text = f"%s {'adds' if value.op == 'sum' else 'joins'} what %s and %s make"
-                pair = _sorted(min(term, key=_serial) for term in two_terms)
+                pair = _sorted(min(term, key=serial) for term in two_terms)
                 return Reason("linear.hidden", text, (value, *pair))
         is_wide = bool(layers) and prod(value.shape) > layers[0].shape[0]
         if value.op == "sum" and len(terms) == 1 and is_wide and _is_layer_output(terms[0]):
@@ -734,7 +732,7 @@ class _NearMisses:
 
 def _sorted(values: Iterable[Value]) -> list[Value]:
     """Returns the Values in the order in which they were made."""
-    return sorted(values, key=_serial)
+    return sorted(values, key=serial)
 
 
 def _find_norm(down: Site, steps: Sequence[Value]) -> Value | None:

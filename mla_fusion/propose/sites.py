@@ -29,7 +29,7 @@ from torch import Tensor
 
 from mla_fusion.exact import field
 from mla_fusion.exact.evaluate import Evaluation, Undecided, layouts_of
-from mla_fusion.graph.form import Form, Value, numbered, order
+from mla_fusion.graph.form import Form, Value, numbered, order, serial
 from mla_fusion.graph.layout import (
     Binding,
     Layout,
@@ -275,7 +275,7 @@ class Site:
         users = self.projections.users
         readers = {user for value in self.cone for user in users.get(value, ())}
         writes = (reader for reader in readers if reader.op == "write")
-        return sorted(writes, key=lambda value: value.serial)
+        return sorted(writes, key=serial)
 
     @cached_property
     def next_sites(self) -> list[Site]:
