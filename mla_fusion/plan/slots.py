@@ -5,13 +5,16 @@
 * numbers of one integer input, which are trusted
 * counted numbers, from such an input's one number on or from a symbolic size on, or entries of such
   an input at counted places
-* ``table[s // b] * b + s % b``: places in the blocks of a block table
+* ``table[s // b] * b + s % b``: places in the blocks of a block table, of positions that are an
+  input, or counted from its numbers on
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from fractions import Fraction
 from math import prod
+from typing import Any
 
 import torch
 
@@ -161,17 +164,32 @@ def _inputs_of_sum(value: Value) -> Roles | None:
             continue
         offset_terms = {term: factor for term, factor in terms.items() if term is not block_rows}
         slots_of_offset = _offset_source(offset_terms, size)
-        if slots_of_offset is None:
-            continue
         slots_of_block = _divided_slots(inner.sources[1], size)
-        if slots_of_block is not None and _strip_views_and_casts(
-            slots_of_offset
-        ) is _strip_views_and_casts(slots_of_block):
+        if slots_of_block is not None and slots_of_block is slots_of_offset:
             table = _trusted_inputs(inner.sources[0], "table")
-            slots = _trusted_inputs(slots_of_offset, "positions")
+            slots = _trusted_inputs(slots_of_offset, "positions") or _counted_from(slots_of_offset)
             if table is not None and slots is not None:
                 return table | slots
     return None
+
+
+def _counted_from(positions: Value) -> Roles | None:
+    """Returns the input from each of whose numbers on the same number of positions is counted: the
+    tokens of a step with several for each sequence. None for other positions.
+    """
+    if positions.op != "sum" or positions.literal != ((1, 1), 0):
+        return None
+    starts, counts = sorted(map(_strip_views_and_casts, positions.sources), key=_is_counted)
+    is_each_counted = prod(positions.shape) == prod(starts.shape) * prod(counts.shape)
+    limits, roles = bounds.of(counts), _trusted_inputs(starts, "positions")
+    if not (_is_counted(counts) and is_each_counted and limits and roles) or is_open(limits[1] + 1):
+        return None
+    return {leaf: f"{role} {limits[1] + 1}" for leaf, role in roles.items()}
+
+
+def _is_counted(value: Value) -> bool:
+    """Returns True for distinct numbers from 0 on that no input has."""
+    return value.op in ("count", "constant") and _trusted_inputs(value, "") == {}
 
 
 def _strip_views_and_casts(value: Value) -> Value:
@@ -192,22 +210,29 @@ def _strip(value: Value, *operations: str) -> Value:
 
 
 def _offset_source(terms: dict[Value, Fraction], size: Fraction) -> Value | None:
-    """Returns ``s`` if the terms are ``s - size * (s // size)``, else None."""
+    """Returns ``s``, without views, if the terms are ``s - size * (s // size)``, else None."""
     if [*terms.values()] == [1]:  # a view of their sum
         inner = _strip_views_and_casts(*terms)
         is_sum = inner.op == "sum" and inner.literal[1] >= 0
         terms = dict(inner.operands) if is_sum else {}
-    if len(terms) != 2:
+    quotients = [term for term, factor in terms.items() if factor == -size]
+    slots = _dividend(_strip_views_and_casts(quotients[0]), size) if len(quotients) == 1 else None
+    if slots is None:
         return None
-    (slots, factor), (quotient, scale) = sorted(terms.items(), key=lambda term: -term[1])
-    divided = _dividend(_strip_views_and_casts(quotient), size)
-    if (factor, scale) != (1, -size) or divided is None:
-        return None
-    return slots if _strip_views_and_casts(divided) is _strip_views_and_casts(slots) else None
+    others = [term for term in terms.items() if term[0] is not quotients[0]]
+    summands = slots.operands if slots.op == "sum" and not slots.literal[1] else []
+    is_equal = _without_views(others) in ([(slots, 1)], _without_views(summands))
+    return slots if is_equal else None
+
+
+def _without_views(terms: Iterable[tuple[Value, Any]]) -> list[tuple[Value, Any]]:
+    """Returns the terms, in order, without views and exact casts around their Values."""
+    stripped = [(_strip_views_and_casts(term), factor) for term, factor in terms]
+    return sorted(stripped, key=lambda term: term[0].serial)
 
 
 def _divided_slots(index: Value, size: Fraction) -> Value | None:
-    """Returns ``s`` if the index has a term ``s // size``, else None."""
+    """Returns ``s``, without views, if the index has a term ``s // size``, else None."""
     stack = [index]
     while stack:
         value = stack.pop()
@@ -219,8 +244,9 @@ def _divided_slots(index: Value, size: Fraction) -> Value | None:
 
 
 def _dividend(value: Value, size: Fraction) -> Value | None:
-    """Returns ``s`` if the Value is ``s // size``, else None."""
+    """Returns ``s``, without views, if the Value is ``s // size``, else None."""
     if value.function != "quotient":
         return None
     source, divisor = value.sources[0], filled_with(value.sources[1])
-    return source if divisor is not None and divisor.literal[1].ratio == size else None
+    is_equal = divisor is not None and divisor.literal[1].ratio == size
+    return _strip_views_and_casts(source) if is_equal else None

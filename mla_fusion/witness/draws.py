@@ -26,7 +26,7 @@ cache_scale      for a quantised cache: 1 / step
 cache            any numbers; "tiles": rows of tiles; "halves": rows of one number each
 slots            distinct rows of the cache
 block, place     block and place of distinct rows, as two leaves
-positions        distinct places in blocks or sequences
+positions        distinct places in blocks or sequences; "positions 4": from each, 4 are counted
 sequences        distinct blocks, or sequences
 table            numbers of blocks, from which ``positions`` pick
 ""               floats are a table; integers and flags are anything for which the graph runs
@@ -181,8 +181,12 @@ class Draws:
         count = math.prod(shape)
         if kind in WIDE and dtype in MODEL_FLOATS:
             dtype = torch.float64
+        role, _, step = role.partition(" ")
         if role in rows:
-            drawn = rows[role][:count]
+            drawn = rows[role]
+            if step:  # so many positions are counted from each number on
+                drawn = drawn[(drawn % int(step) == 0) & (drawn + int(step) <= len(drawn))]
+            drawn = drawn[:count]
             if len(drawn) < count <= self._token_count:
                 raise Unrunnable(leaf, f"{len(drawn)} rows are fewer than tokens")
             drawn = drawn.repeat(-(-count // len(drawn)))[:count]  # not all are read

@@ -176,6 +176,30 @@ class SlotsFromBlockTable(Base):
         return block * BLOCK_SIZE + position % BLOCK_SIZE
 
 
+def several_args() -> tuple[Tensor, ...]:
+    *rest, table, position = block_table_args()
+    return *rest, table[:4], position[:4]
+
+
+@entry(IN_PLACE, source=OURS, tags="cache, symbolic, device", args=several_args)
+class SeveralTokensOfEach(SlotsFromBlockTable):
+    """Multi-token prediction: two tokens of each sequence, from its own position on."""
+
+    ahead = 0
+
+    def slots_of(self, kv_cache: Tensor, table: Tensor, position: Tensor) -> Tensor:
+        positions = position[:, None] + torch.arange(2, device=position.device)
+        block = table.gather(1, (positions + self.ahead) // BLOCK_SIZE) * BLOCK_SIZE
+        return (block + positions % BLOCK_SIZE).flatten()
+
+
+@entry(STAGED, source=OURS, tags="cache", args=several_args)
+class BlockOfTheNextToken(SeveralTokensOfEach):
+    """The block is the next token's: two tokens of a sequence may share a row."""
+
+    ahead = 1
+
+
 @entry(IN_PLACE, source="vLLM", tags="cache, device", args=block_table_args)
 class SlotsFromTableAndCache(SlotsFromBlockTable):
     """BlockSize is the cache's own size."""

@@ -25,11 +25,8 @@ def test_one_layer(tmp_path: Path) -> None:
     assert set(row["seconds"]) >= {"fuse", "explain", "Inductor", "SubgraphMatcher"}
 
 
-SCRIPTS = [
-    path
-    for path in sorted(FOLDER.glob("*.py"))
-    if '__name__ == "__main__"' in path.read_text("utf-8")
-]
+FILES = sorted(FOLDER.glob("*.py"))
+SCRIPTS = [path for path in FILES if '__name__ == "__main__"' in path.read_text("utf-8")]
 
 
 @pytest.mark.parametrize("script", one_in(5, SCRIPTS), ids=lambda script: script.stem)
