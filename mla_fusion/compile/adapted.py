@@ -39,15 +39,15 @@ class SlotCheck:
                the width of a row
     skips      True if model and kernel leave out tokens whose slot is negative
     places     for each argument that holds places in blocks: its name, its place among the
-               caller's arguments, and the size of a block, or the place of a cache and its axis of
-               that size
+               caller's arguments, the size of a block, or the place of a cache and its axis of
+               that size, and how many places behind each lie in the block, too
     """
 
     program: GraphModule | None
     positions: tuple[int, ...]
     caches: tuple[tuple[str, Callable[[Sequence[Any]], Tensor], int], ...]
     skips: bool
-    places: tuple[tuple[str, int, int | tuple[int, int]], ...]
+    places: tuple[tuple[str, int, int | tuple[int, int], int], ...]
 
     def __call__(self, args: Sequence[Any]) -> None:
         """Raises SlotError for a wrong slot. Waits for the device, because it reads the slots."""
@@ -57,10 +57,10 @@ class SlotCheck:
         with torch.no_grad():
             slots = sources[0] if self.program is None else self.program(*sources)
             slots = slots.reshape(-1).cpu()
-        for name, position, origin in self.places:
+        for name, position, origin, ahead in self.places:
             size = origin if isinstance(origin, int) else args[origin[0]].shape[origin[1]]
             numbers = args[position]
-            for place in numbers[_are_outside(numbers, size)].tolist():
+            for place in numbers[_are_outside(numbers, size - ahead)].tolist():
                 raise SlotError(f"{name} holds place {place}, outside a block of {size} rows")
         tokens = torch.arange(len(slots), device=slots.device)
         if self.skips:

@@ -140,8 +140,8 @@ class BoundaryBuilder(GraphBuilder):
         )
         try:
             places = tuple(
-                (label(node), self._position[node], self._block_size(plan))
-                for leaf in places_in_blocks(plan.caches.trusted_inputs)
+                (label(node), self._position[node], self._block_size(plan), ahead)
+                for leaf, ahead in places_in_blocks(plan.caches.trusted_inputs).items()
                 for node in graph.nodes[leaf][:1]
             )
             program, positions, _ = self._program(row_numbers, source_nodes(graph, [slots]))

@@ -11,7 +11,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from fractions import Fraction
 from math import prod
 from typing import Any
@@ -74,15 +74,18 @@ def _trusted_inputs(index: Value, role: str) -> Roles | None:
         numbers = inner.literal.tensor.reshape(-1)
         is_distinct = len(numbers.unique()) == len(numbers) and int(numbers.min()) >= 0
         return {} if is_distinct else None
+    if inner.op == "opaque" and inner.literal[0] == "slice":  # of a number of rows that is open
+        return _trusted_inputs(inner.sources[0], role)
     if inner.op == "gather" and _are_distinct(inner.sources[1]):
         rows = inner.sources[0]
         return None if _is_repeated(rows) else _trusted_inputs(rows, role)
-    if inner.op != "sum" or inner.literal[1] < 0:
+    if inner.op != "sum":
         return None
     if inner.literal[0] != (1,):
         return _inputs_of_sum(inner)
     (source,) = inner.sources
-    return None if _is_repeated(source) else _trusted_inputs(source, role)
+    is_shown = inner.literal[1] >= 0 and not _is_repeated(source)
+    return _trusted_inputs(source, role) if is_shown else None
 
 
 def _is_scaled_count(value: Value) -> bool:
@@ -102,11 +105,16 @@ def block_size_of(index: Value) -> int:
     return 0
 
 
-def places_in_blocks(roles: Roles) -> list[Value]:
-    """Returns the inputs, among those trusted, that must hold places below ``block_size_of``."""
-    if "table" in roles.values():
-        return []
-    return [leaf for leaf, role in roles.items() if role in ("place", "positions")]
+def places_in_blocks(roles: Roles) -> dict[Value, int]:
+    """Returns the inputs, among those trusted, that hold places below ``block_size_of``, and how
+    many places behind each must be below it, too.
+    """
+    places = dict[Value, int]()
+    for leaf, role in roles.items():
+        name, *counted = role.split(" ")
+        if name in ("place", "positions") and "table" not in roles.values():
+            places[leaf] = sum(map(int, counted)) - bool(counted)
+    return places
 
 
 def _are_distinct(places: Value) -> bool:
@@ -134,6 +142,8 @@ def _inputs_of_sum(value: Value) -> Roles | None:
     batch, scaled counts, or counts from a number on.
     """
     terms = dict(value.operands)
+    if value.literal[1] < 0:
+        return _inputs_of_table(value)
     if len(terms) == 2:
         (entries, size), (places, step) = sorted(terms.items(), key=lambda term: -term[1])
         is_counted = [
@@ -158,33 +168,59 @@ def _inputs_of_sum(value: Value) -> Roles | None:
         roles = [_trusted_inputs(start, "") for start in starts]
         if None not in roles:
             return {leaf: role for known in roles for leaf, role in known.items()}  # type: ignore[union-attr]
+    starts_of_blocks, size = max(terms.items(), key=lambda term: term[1])
+    sequences = _trusted_inputs(starts_of_blocks, "sequences") if size > 1 else None
+    positions = [term for term in terms.items() if term[0] is not starts_of_blocks]
+    starts_of_positions = _counted_from(positions, value.literal[1], prod(value.shape))
+    if sequences is not None and starts_of_positions:
+        is_disjoint = sequences.keys().isdisjoint(starts_of_positions)
+        return sequences | starts_of_positions if is_disjoint else None
+    return _inputs_of_table(value)
+
+
+def _inputs_of_table(value: Value) -> Roles | None:
+    """Returns the trusted inputs of ``table[s // b] * b + s % b``, or None for another sum."""
+    terms = dict(value.operands)
     for block_rows, size in terms.items():
         inner = _strip_views_and_casts(block_rows)
         if inner.op != "gather" or size <= 1:
             continue
         offset_terms = {term: factor for term, factor in terms.items() if term is not block_rows}
-        slots_of_offset = _offset_source(offset_terms, size)
+        slots_of_offset = _offset_source(offset_terms, size, value.literal[1])
         slots_of_block = _divided_slots(inner.sources[1], size)
         if slots_of_block is not None and slots_of_block is slots_of_offset:
             table = _trusted_inputs(inner.sources[0], "table")
-            slots = _trusted_inputs(slots_of_offset, "positions") or _counted_from(slots_of_offset)
+            slots = _trusted_inputs(slots_of_offset, "positions")
+            if slots is None and slots_of_offset.op == "sum":
+                first, count = slots_of_offset.literal[1], prod(slots_of_offset.shape)
+                slots = _counted_from(slots_of_offset.operands, first, count)
             if table is not None and slots is not None:
                 return table | slots
     return None
 
 
-def _counted_from(positions: Value) -> Roles | None:
-    """Returns the input from each of whose numbers on the same number of positions is counted: the
-    tokens of a step with several for each sequence. None for other positions.
+def _counted_from(
+    positions: Sequence[tuple[Value, Any]], first: Fraction, count: int
+) -> Roles | None:
+    """Returns the input from each of whose numbers on the same number of positions is counted, as
+    in a step with several tokens of each sequence. None for other positions.
+
+    positions  the summands of the positions, with their coefficients
+    first      what is added to each
+    count      how many positions there are
     """
-    if positions.op != "sum" or positions.literal != ((1, 1), 0):
+    summands = [_strip_views_and_casts(summand) for summand, times in positions if times == 1]
+    counts = list(filter(_is_counted, summands))
+    starts = [summand for summand in summands if summand not in counts]
+    if len(summands) < len(positions) or len(starts) != 1 or len(counts) > 1:
         return None
-    starts, counts = sorted(map(_strip_views_and_casts, positions.sources), key=_is_counted)
-    is_each_counted = prod(positions.shape) == prod(starts.shape) * prod(counts.shape)
-    limits, roles = bounds.of(counts), _trusted_inputs(starts, "positions")
-    if not (_is_counted(counts) and is_each_counted and limits and roles) or is_open(limits[1] + 1):
+    roles, limits = _trusted_inputs(starts[0], "positions"), (0, 0)
+    for value in counts:
+        limits = bounds.of(value) or limits
+    is_each_counted = prod(prod(summand.shape) for summand in summands) == count
+    if not roles or not is_each_counted or is_open(int(limits[1]) + 1):
         return None
-    return {leaf: f"{role} {limits[1] + 1}" for leaf, role in roles.items()}
+    return {leaf: f"{role} {first} {limits[1] + 1}" for leaf, role in roles.items()}
 
 
 def _is_counted(value: Value) -> bool:
@@ -209,19 +245,26 @@ def _strip(value: Value, *operations: str) -> Value:
     return value
 
 
-def _offset_source(terms: dict[Value, Fraction], size: Fraction) -> Value | None:
-    """Returns ``s``, without views, if the terms are ``s - size * (s // size)``, else None."""
+def _offset_source(
+    terms: dict[Value, Fraction], size: Fraction, constant: Fraction
+) -> Value | None:
+    """Returns ``s``, without views, if the terms and the constant are ``s - size * (s // size)``,
+    or more than that. None for other terms.
+    """
     if [*terms.values()] == [1]:  # a view of their sum
         inner = _strip_views_and_casts(*terms)
-        is_sum = inner.op == "sum" and inner.literal[1] >= 0
+        is_sum = inner.op == "sum"
         terms = dict(inner.operands) if is_sum else {}
+        constant += inner.literal[1] if is_sum else 0
     quotients = [term for term, factor in terms.items() if factor == -size]
     slots = _dividend(_strip_views_and_casts(quotients[0]), size) if len(quotients) == 1 else None
     if slots is None:
         return None
     others = [term for term in terms.items() if term[0] is not quotients[0]]
-    summands = slots.operands if slots.op == "sum" and not slots.literal[1] else []
-    is_equal = _without_views(others) in ([(slots, 1)], _without_views(summands))
+    if _without_views(others) == [(slots, 1)] and constant >= 0:
+        return slots
+    is_sum = slots.op == "sum" and constant >= slots.literal[1]
+    is_equal = is_sum and _without_views(others) == _without_views(slots.operands)
     return slots if is_equal else None
 
 

@@ -308,6 +308,9 @@ class _Joiner:
                 raise Departure("rope.absent", "no part of the query is rotated", up.roots)
             detail = "no part of the query is multiplied with W_uk as it is projected"
             raise Departure("absorb.absent", detail, up.roots)
+        # a narrower matrix may rotate
+        *_, widest = sorted(product.weight.shape[:0:-1] for product in absorbed)
+        absorbed = [product for product in absorbed if product.weight.shape[:0:-1] == widest]
         weight_uk = form.join([product.weight for product in absorbed], 0)
         heads, _, latent = weight_uk.shape
         columns = torch.cat([product.columns for product in absorbed])

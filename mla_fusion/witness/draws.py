@@ -26,7 +26,8 @@ cache_scale      for a quantised cache: 1 / step
 cache            any numbers; "tiles": rows of tiles; "halves": rows of one number each
 slots            distinct rows of the cache
 block, place     block and place of distinct rows, as two leaves
-positions        distinct places in blocks or sequences; "positions 4": from each, 4 are counted
+positions        distinct places in blocks or sequences; "positions -1 4": 4 are counted from each,
+                 the first of which is less by 1
 sequences        distinct blocks, or sequences
 table            numbers of blocks, from which ``positions`` pick
 ""               floats are a table; integers and flags are anything for which the graph runs
@@ -181,11 +182,12 @@ class Draws:
         count = math.prod(shape)
         if kind in WIDE and dtype in MODEL_FLOATS:
             dtype = torch.float64
-        role, _, step = role.partition(" ")
+        role, _, counted = role.partition(" ")
         if role in rows:
             drawn = rows[role]
-            if step:  # so many positions are counted from each number on
-                drawn = drawn[(drawn % int(step) == 0) & (drawn + int(step) <= len(drawn))]
+            if counted:
+                first, step = map(int, counted.split())
+                drawn = drawn[(drawn % step == 0) & (drawn + step <= len(drawn))] - first
             drawn = drawn[:count]
             if len(drawn) < count <= self._token_count:
                 raise Unrunnable(leaf, f"{len(drawn)} rows are fewer than tokens")
