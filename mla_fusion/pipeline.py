@@ -274,8 +274,10 @@ class Pass:
         strides.follow(builder, writer.replaced_reads, keeps_strides)
         memory.follow(builder, gm.graph, keeps_strides)
         builder.finish()
-        # it lints the graph first
-        new_module.graph.eliminate_dead_code(lambda node: bool(node.users) or node.is_impure())
+        # it lints the graph first; a module may check what an exported program was exported for
+        new_module.graph.eliminate_dead_code(
+            lambda node: bool(node.users) or node.is_impure() or node.op == "call_module"
+        )
         keep_output_names(old_graph, new_module.graph)
         self.report.operators["after"] = count_operators(new_module)
         builder.close()

@@ -23,6 +23,7 @@ from mla_fusion.graph.read import Graph
 from mla_fusion.meta.number_formats import HIFLOAT8
 from mla_fusion.observe.clock import use_cpu_threads
 from mla_fusion.plan.caches import InPlace
+from mla_fusion.plan.contract import lowering_departure
 from mla_fusion.plan.outputs import Partition, is_size, source_nodes
 from mla_fusion.plan.plan import Plan
 from mla_fusion.plan.region import activation_nodes
@@ -72,6 +73,8 @@ class Verifier:
                 outcome = _compare_plan(plan)
             except Mismatch as error:
                 raise Departure("verify.mismatch", str(error), plan.proposal.products) from error
+            except LookupError as error:
+                raise lowering_departure(plan, error) from error
         self._layers[plan.structure] = module_path.layer(plan.products) or plan.products[0].name
         return outcome
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from mla_fusion.compat import HigherOrderOperator, OpOverload, overload_name, schema_of
+from mla_fusion.compat import HigherOrderOperator, OpOverload, has_kernel, overload_name, schema_of
 
 # Casts among these do not count when a prologue is searched. With float16 among them, a float16
 # model is recognised and then refused by name. float8 and integers are quantisation.
@@ -117,6 +117,8 @@ class Signature:
     is_random     True if it may draw numbers
     is_pointwise  True if each element of the result depends on one element of each operand
     is_check      True if it has no result
+    is_composite  True if torch makes it of other operators: it may copy, or return its operand,
+                  whatever the schema says
     """
 
     target: Any
@@ -131,6 +133,7 @@ class Signature:
     is_random: bool = False
     is_pointwise: bool = False
     is_check: bool = False
+    is_composite: bool = False
 
     @classmethod
     def read(cls, target: OpOverload) -> Signature:
@@ -151,6 +154,7 @@ class Signature:
             torch.Tag.nondeterministic_seeded in target.tags,
             torch.Tag.pointwise in target.tags,
             not schema.returns,
+            has_kernel(target.name(), "CompositeImplicitAutograd"),
         )
 
 

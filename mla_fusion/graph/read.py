@@ -28,10 +28,11 @@ from mla_fusion.compat import (
     guarded_equal,
     hint_of,
     schema_of,
+    storage_id,
     tree_map,
 )
 from mla_fusion.fx import registered
-from mla_fusion.fx.kinds import Signature, attribute, is_literal, signature
+from mla_fusion.fx.kinds import Signature, attribute, is_literal, is_random, is_reshape, signature
 from mla_fusion.fx.sizes import Binding, has_symbols
 from mla_fusion.fx.sizes import expression as expression_of
 from mla_fusion.graph import arithmetic, decompose, fused, moves, quantise
@@ -366,7 +367,7 @@ class Graph:
                 self._record_write(operand, reading)
             else:  # by ``out``, or one of several
                 self._record_write(operand, self._opaque_memory(operand, node.name))
-        if schema.is_view or schema.is_in_place:
+        if schema.is_view or schema.is_in_place or schema.is_composite:
             self._note_alias(node)
         return reading
 
@@ -376,12 +377,29 @@ class Graph:
         """The node whose memory a node views."""
         base = self._bases.get(node)
         if base is None:
-            base, source = node, node.args[0] if node.args else None
-            if node.op == "call_function" and isinstance(source, Node):
-                schema = signature(source.target if node.target is python.getitem else node.target)
-                base = self.base(source) if schema.is_view or schema.is_in_place else node
-            self._bases[node] = base
+            viewed = self.viewed(node)
+            base = self._bases[node] = node if viewed is None else self.base(viewed)
         return base
+
+    def viewed(self, node: Node) -> Node | None:
+        """The operand in whose memory a node lies; None if it has memory of its own."""
+        if node.op != "call_function":
+            return None
+        source, value = node.args[0] if node.args else None, node.meta.get("val")
+        target: Any = node.target
+        if target is python.getitem and isinstance(source, Node):
+            target, value = source.target, None
+        schema = signature(target)
+        if schema.is_composite and isinstance(value, torch.Tensor) and _keeps_memory(node.graph):
+            if not (schema.word.endswith("dropout") and not is_random(node)):
+                memory = storage_id(value)
+                operands = (
+                    operand for operand in node.all_input_nodes if _memory(operand) == memory
+                )
+                return next(operands, None)
+        elif not (schema.is_view or schema.is_in_place):
+            return None
+        return source if isinstance(source, Node) else None
 
     def _note_alias(self, node: Node) -> None:
         base = self.base(node)
@@ -394,8 +412,8 @@ class Graph:
         """
         base, current = self.base(node), node
         while current is not base and isinstance(value, Value):
-            viewed = current.args[0]
-            assert isinstance(viewed, Node)
+            viewed = self.viewed(current)
+            assert viewed is not None
             if current.target is python.getitem:
                 value, viewed = self._undo_part(viewed, current, value), viewed.all_input_nodes[0]
             elif not signature(current.target).is_in_place:
@@ -469,16 +487,16 @@ class Graph:
         if not isinstance(viewed_value, Value):
             return None
         arguments = bind_arguments(view.target, self.argument(list(view.args)), {})
-        del arguments["x"]
+        arguments.pop("x", None)
         if scatter is not None:
             return self._scatter(scatter, viewed_value, src=value, **arguments)
-        if name in ("transpose", "t"):  # each undoes itself
+        if name in ("transpose", "swapaxes", "swapdims", "t"):  # each undoes itself
             call = Call(self.form, name, viewed_value.shape, viewed_value.dtype)
             return RULES[name](call, value, **arguments)
         if name == "permute":
             order = [axis % len(value.shape) for axis in arguments["dims"]]
             return self.form.permute(value, [order.index(axis) for axis in range(len(order))])
-        is_whole = prod(value.shape) == prod(viewed_value.shape)
+        is_whole = is_reshape(view) and prod(value.shape) == prod(viewed_value.shape)
         return self.form.reshape(value, viewed_value.shape) if is_whole else None
 
     def _leaf(self, name: str, tensor: torch.Tensor, model: bool) -> Reading:
@@ -768,6 +786,21 @@ class Graph:
             except ValueError as error:
                 self._equate_sizes_of_error(error)
         return call.opaque(literals, values)
+
+
+def _memory(node: Node) -> int | None:
+    """The identity of the memory of a node's tensor; None for other values."""
+    value = node.meta.get("val")
+    return storage_id(value) if isinstance(value, torch.Tensor) else None
+
+
+def _keeps_memory(graph: FxGraph) -> bool:
+    """True if the examples of views lie in the memory of what they view, by the first view."""
+    for node in graph.nodes:
+        schema = signature(node.target)
+        if schema.is_view and not schema.is_composite and _memory(node) is not None:
+            return _memory(node) == _memory(node.args[0])
+    return True
 
 
 def written_arguments(node: Node) -> Iterator[Node]:

@@ -41,7 +41,7 @@ def check_contract(plan: Plan, config: Config, source: Graph) -> tuple[str, ...]
         with torch.no_grad(), fake_call.mode:
             emit_call(fake_call, Lowering(fake_call, plan.graph), plan)
     except LookupError as error:
-        raise _lowering_departure(plan, error) from error
+        raise lowering_departure(plan, error) from error
     machine = config.machine
     try:
         operator = V3_FUNCTIONAL.name, machine.soc, machine.cann
@@ -61,7 +61,7 @@ def check_contract(plan: Plan, config: Config, source: Graph) -> tuple[str, ...]
     return tuple(assumptions)
 
 
-def _lowering_departure(plan: Plan, error: LookupError) -> Departure:
+def lowering_departure(plan: Plan, error: LookupError) -> Departure:
     """Returns why an argument cannot be computed before the call.
 
     Raises Departure if a step has changed the memory that it is in.

@@ -143,7 +143,7 @@ def _kept_with(graph: Graph, node: Node) -> list[Node]:
     views = [*written_arguments(node)]
     for view in views:
         if view is not graph.base(view):
-            views.append(view.args[0])  # type: ignore[arg-type]
+            views += filter(None, [graph.viewed(view)])
     base = graph.base(node)
     return views + (graph.writers.get(base, []) if base.op == "call_function" else [])
 
@@ -172,7 +172,7 @@ def partition_nodes(
     stack = [
         (node, node, False)
         for node in graph.gm.graph.nodes
-        if node.op == "output"
+        if node.op in ("output", "call_module")
         or (signature(node.target).is_check and not _is_metadata_check(graph, node))
         or (node in graph.effects and not is_replaced(graph, node, rewrites))
     ]
