@@ -195,9 +195,7 @@ class SeveralTokensOfEach(SlotsFromBlockTable):
 
 @entry(STAGED, source=OURS, tags="cache", args=several_args)
 class BlockOfTheNextToken(SeveralTokensOfEach):
-    """The block is the next token's: two tokens of a sequence may share a row."""
-
-    ahead = 1
+    ahead = 1  # two tokens of a sequence may share a row
 
 
 @entry(IN_PLACE, source="vLLM", tags="cache, device", args=block_table_args)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.fx import GraphModule
+from torch.nn.functional import dropout
 
 import mla_fusion as mf
 from mla_fusion.fx.kinds import word
@@ -131,3 +132,31 @@ def test_what_is_stated_of_an_input_stays() -> None:
     assert mf.fuse(gm).fused
     with pytest.raises(RuntimeError, match="dtype mismatch"):
         gm(mask.half(), *paged_args())
+
+
+STEPS = {
+    "": lambda sin, slots: None,
+    "dropout": lambda sin, slots: dropout(slots, 0.1, False).bitwise_xor_(1),
+    "einsum": lambda sin, slots: torch.einsum("a->a", slots).bitwise_xor_(1),
+    "swapdims": lambda sin, slots: torch.swapdims(sin, 0, 1)[:1].fill_(1),
+}
+
+
+class InSteps(Base):
+    step = ""
+
+    def forward(self, x, cos, sin, kv_cache, kr_cache, slots):  # type: ignore[no-untyped-def,override]
+        STEPS[self.step](sin, slots)
+        return super().forward(x if len(x) > 6 else x * 2, cos, sin, kv_cache, kr_cache, slots)
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_steps_through_operators_that_torch_makes_of_others(step: str) -> None:
+    model, args = InSteps().eval(), paged_args(4)
+    model.step = step
+    sizes = [{0: torch.export.Dim.AUTO} if len(arg.shape) < 4 else None for arg in args]
+    gm = torch.export.export(model, args, dynamic_shapes=sizes, strict=False).module()
+    assert isinstance(gm, GraphModule) and (mf.fuse(gm).fused or step)
+    check(model, gm, args)
+    with torch.no_grad(), pytest.raises(Exception, match="Guard failed"):
+        gm(*paged_args(8))

@@ -11,7 +11,7 @@ from torch.fx import Graph, Node
 
 from mla_fusion.fx.sizes import Binding
 from mla_fusion.witness.draws import KINDS, WIDE, Draws
-from mla_fusion.witness.side import Side, Unrunnable
+from mla_fusion.witness.side import Side
 
 aten = torch.ops.aten
 ROWS, BLOCK = 64, 16
@@ -43,13 +43,6 @@ def test_slots_are_distinct_rows_of_the_cache(kind: str) -> None:
     slots = found["slots"].flatten()
     assert len(set(slots.tolist())) == 21 and slots.min() >= 0 and slots.max() < ROWS
     assert torch.equal(found["block"].flatten() * BLOCK + found["place"], slots)
-    with pytest.raises(Unrunnable, match="rows are fewer"):
-        Drawn(slots=integers(65)).values(kind)
-
-
-def test_the_first_and_the_last_row_are_among_the_slots() -> None:
-    drawn = Drawn(slots=integers(4))
-    assert {int(drawn.values(kind)["slots"][0]) for kind in ("normal", "edges")} == {0, ROWS - 1}
 
 
 @pytest.mark.parametrize("tokens", [5, 40])
@@ -78,22 +71,6 @@ def test_integers_reach_ends_and_residues_and_flags_both_values() -> None:
     assert {int(one.values(kind)["any_number"]) for kind in ("normal", *WIDE)} == {1, 4096}
 
 
-def test_integers_are_lowered_to_the_sizes_of_what_fails() -> None:
-    drawn = Drawn(any_number=integers(9))
-    (number,) = drawn.leaves
-    drawn.values("edges")
-    table = number.graph.placeholder("table")
-    table.meta["val"] = torch.zeros(48, 2)
-    failed = number.graph.call_function(aten.embedding.default, (table, number))
-    assert drawn.draws.lower_integers(failed)
-    assert drawn.values("edges")["any_number"].max() == 47
-    assert drawn.draws.lower_integers(failed)  # something may be added to it
-    assert drawn.values("edges")["any_number"].max() == 47 * 3 // 4
-    while drawn.draws.lower_integers(failed):
-        pass
-    assert drawn.values("normal")["any_number"].max() == 0
-
-
 def test_rows_lie_near_roots_of_epsilons_have_outliers_and_span_decades() -> None:
     drawn = Drawn(x=torch.zeros(8, 1024, dtype=torch.bfloat16), any_table=torch.zeros(64, 64))
     normal = drawn.values("normal")["x"].float().square().mean(1).sqrt()
@@ -102,10 +79,7 @@ def test_rows_lie_near_roots_of_epsilons_have_outliers_and_span_decades() -> Non
     assert outliers.abs().max() > 1e4 and (outliers == 0).all(1).sum() == 1
     wide = drawn.values("small")["x"]
     assert wide.dtype == torch.float64 and wide.abs().max() / wide.abs().amax(1).min() > 1e38
-    assert {kind: bool((drawn.values(kind)["any_table"] == 0).any()) for kind in WIDE} == {
-        "small": True,
-        "large": True,
-    }
+    assert all((drawn.values(kind)["any_table"] == 0).any() for kind in WIDE)
 
 
 def test_what_nodes_write_is_drawn_anew_and_unwritten_memory_is_not_a_number() -> None:
