@@ -36,6 +36,7 @@ _FAR = 300  # most steps between two products
 _MOVES = ("reshape", "permute", "expand", "slice")
 _QUANTISING = BYTES | {"size", "largest", "mxfp8", "power of two", "byte", "as"}
 _ROUNDING = _QUANTISING | {"whole", "to whole", "to"}
+_BRANCHES = ("cond", "while_loop", "scan", "map_impl")  # operators that run other graphs
 _CODES_OF_ANY_PART = ("step.random", "linear.bias", "linear.hidden", "tokens.cut")
 # smooth functions; any other function of one value is a choice
 _SMOOTH = frozenset(
@@ -350,6 +351,8 @@ class _NearMisses:
             if self.graph.symbols and name_of(target) in RULES:
                 text = f"%s ({target}) is not the same step for every number of tokens"
                 return Reason("tokens.mixed", text, (value,))
+            if str(target) in _BRANCHES:
+                return Reason("graph.branch", f"%s ({target}) runs it", (value,))
             is_collective = "c10d" in str(target)
             verb = _EXCHANGES if is_collective else UNKNOWN
             unused_rule = self.graph.unused.get(value.literal[0], "").replace("%", "%%")
@@ -545,7 +548,7 @@ class _NearMisses:
                 return Reason("linear.bias", text, (layer,))
             weights_only = _weights_only_reason(layer)
             if weights_only is not None:
-                is_rounded = any(map(_is_rounding, (rows, *self.layers_above(rows)[1])))
+                is_rounded = any(map(_is_rounding, (rows, *self._reached(rows)[1])))
                 if operand_format(rows) is None and not is_rounded:
                     return weights_only
                 if layer is up and unquantised_rows(self.form, rows) is None:
@@ -579,11 +582,17 @@ class _NearMisses:
         cause = self.odd_step_below(other_layers)
         if cause is not None and cause.code:
             return cause
-        cause = self.odd_step_below(up.roots)
-        if cause is not None and cause.code == "linear.hidden":
-            return cause
-        text = "%s projects %s; no RMSNorm of another latent is recognised beside it"
-        return Reason("kv_latent.absent", text, (q_layer, down.rows), departure.values[0])
+        query_cause = self.odd_step_below(up.roots)
+        if query_cause is not None and query_cause.code == "linear.hidden":
+            return query_cause
+        if not other_layers:
+            text = "%s projects %s; no RMSNorm of another latent is recognised beside it"
+            return Reason("kv_latent.absent", text, (q_layer, down.rows), departure.values[0])
+        layer, text = other_layers[0], "%s projects %s; no RMSNorm of its columns is recognised"
+        if cause is None:
+            return Reason("kv_latent.absent", text, (layer, down.rows))
+        values = layer, down.rows, *cause.values
+        return Reason("kv_latent.absent", f"{text}; {cause.text}", values, cause.step)
 
     def _absorb_reason(self, departure: Departure, down: Site, up: Site) -> Reason | None:
         """Returns why no part of the query is multiplied by W_uk, or None."""

@@ -65,8 +65,10 @@ CODES: dict[str, tuple[str, str]] = {
         "Give the norm a weight of ones, as a parameter.",
     ),
     "norm.gamma_dtype": (
-        "A norm weight is not bfloat16, and rounding it may change results.",
+        "A norm weight is not bfloat16, or stands beside a number that is no power of two; "
+        "rounding may change results.",
         "Store norm weights in bfloat16, and compute in bfloat16 what is made of one (1 + w). "
+        "Multiply by a number behind W_uq_qr, and divide by the mean of squares, not by their sum. "
         "mla_fusion.backend() also takes a float32 weight whose values are all bfloat16 numbers, "
         "and checks that.",
     ),
@@ -148,11 +150,11 @@ CODES: dict[str, tuple[str, str]] = {
         "Run the model in bfloat16: model.to(torch.bfloat16), and its caches and tables with it.",
     ),
     "scale.unequal": (
-        "q_nope, q_pe or k_pe are scaled by different factors, which no attribute of the kernel "
-        "expresses.",
+        "q_nope, q_pe or k_pe are scaled by different factors, or by one that the model does not "
+        "state as a number, which no attribute of the kernel expresses.",
         "Scale the whole query by one number that the model states (not a tensor or an argument), "
         "or q_nope and the rotated q_pe by one for each token; fold factors of heads or columns "
-        "into the weight, others into the softmax scale.",
+        "into the weight, others into the softmax scale; or scale query and query_rope.",
     ),
     "reader.latent": (
         "Something else reads a value that the kernel does not return (raw c_q, unrotated q_pe or"
@@ -181,8 +183,9 @@ CODES: dict[str, tuple[str, str]] = {
         "Functionalise first: AOT autograd, or ExportedProgram.run_decompositions().",
     ),
     "graph.branch": (
-        "A prologue stands in a body that the pass does not open: of a condition, of a loop, or of "
-        "a region that writes into parts of its inputs other than entries.",
+        "A prologue, or a step of one, stands in a body that the pass does not open: of a "
+        "condition, of a loop, or of a region that writes into parts of its inputs other than "
+        "entries.",
         "Compute the prologue before the branch, or decide outside of the compiled function; give "
         "a region whole caches, or pool[i].",
     ),

@@ -17,7 +17,10 @@ REMEDIES: dict[str, str] = {
         "Keep two caches: kv_cache.view(-1, Hckv)[slots] = c_kv; kr_cache.view(-1, "
         "Dr)[slots] = k_pe."
     ),
-    "cache.rows_changed": "Write the rows as the norm and the rotation leave them.",
+    "cache.rows_changed": (
+        "Write the rows as the norm and the rotation leave them; for int8 rows, hold W_uq_qr in "
+        "int8, too."
+    ),
     "cache.not_written": (
         "Pass the caches to the compiled function and write the rows there: "
         "kv_cache.view(-1, Hckv)[slots] = c_kv; kr_cache.view(-1, Dr)[slots] = k_pe. Rows "
@@ -44,7 +47,9 @@ REMEDIES: dict[str, str] = {
     "cache.boundary": (
         "Compile through mf.backend(), or give the cache the shape [BlockNum, BlockSize, 1, width]."
     ),
-    "cache.strides": "Use a contiguous cache.",
+    "cache.strides": (
+        "Use a contiguous cache; if torch calls it contiguous, cache.view(-1).view(cache.shape)."
+    ),
     "cache.width": (
         "Make kv_cache exactly Hckv columns wide, and kr_cache Dr columns. Of a width that "
         "dynamic=True made a symbol, say so: torch._check(kv_cache.shape[-1] == 512)."
