@@ -13,7 +13,8 @@ import torch
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
-from mla_fusion.compat import storage_id, tree_leaves
+from mla_fusion.compat import tree_leaves
+from mla_fusion.fx.aliases import memory_of
 from mla_fusion.fx.build import GraphBuilder
 from mla_fusion.fx.kinds import is_getitem, signature, value_of, word
 from mla_fusion.fx.walk import origin, views
@@ -35,17 +36,17 @@ def follow(builder: GraphBuilder, old_graph: Graph, keeps_strides: bool) -> None
         *(graph.find_nodes(op="placeholder") for graph in (old_graph, builder.source)), strict=False
     )
     # by the new root: the old memory for which it stands
-    memory_of = {builder.copies[source]: _memory(old) for old, source in inputs}
+    memory_by_root = {builder.copies[source]: memory_of(old) for old, source in inputs}
     first: dict[object, int] = {}  # by old memory: the first result that lies there
     builder.at(graph.output_node(), {})
     with builder.propagating():
         for place, old in enumerate(before):
-            memory = _memory(old)
+            memory = memory_of(old)
             if memory is None:
                 continue
-            if memory_of.get(_root(after[place]), memory) != memory:
+            if memory_by_root.get(_root(after[place]), memory) != memory:
                 after[place] = builder.call(aten.clone.default, after[place])
-            memory_of.setdefault(_root(after[place]), memory)
+            memory_by_root.setdefault(_root(after[place]), memory)
             other = first.setdefault(memory, place)
             if keeps_strides and _root(after[other]) is not _root(after[place]):
                 _as_view(builder, before, after, other, place)
@@ -97,12 +98,6 @@ def _lies_in(node: Node) -> Node | None:
     """Returns the node of which a node is a view; None for other nodes."""
     aliases = signature(node.target).may_alias or word(node) == "_unsafe_view"
     return views(node) if aliases or is_getitem(node) else None
-
-
-def _memory(node: Node) -> object:
-    """Returns the identity of the memory of a node's tensor; None for other values."""
-    value = value_of(node)
-    return storage_id(value) if isinstance(value, torch.Tensor) else None
 
 
 def _in_one_mode(nodes: Sequence[Node]) -> bool:

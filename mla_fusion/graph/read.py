@@ -27,12 +27,11 @@ from mla_fusion.compat import (
     OpOverload,
     guarded_equal,
     hint_of,
-    schema_of,
-    storage_id,
     tree_map,
 )
 from mla_fusion.fx import registered
-from mla_fusion.fx.kinds import Signature, attribute, is_literal, is_random, is_reshape, signature
+from mla_fusion.fx.aliases import viewed_by, written_arguments
+from mla_fusion.fx.kinds import Signature, attribute, is_literal, is_reshape, signature
 from mla_fusion.fx.sizes import Binding, has_symbols
 from mla_fusion.fx.sizes import expression as expression_of
 from mla_fusion.graph import arithmetic, decompose, fused, moves, quantise
@@ -377,29 +376,9 @@ class Graph:
         """The node whose memory a node views."""
         base = self._bases.get(node)
         if base is None:
-            viewed = self.viewed(node)
+            viewed = viewed_by(node)
             base = self._bases[node] = node if viewed is None else self.base(viewed)
         return base
-
-    def viewed(self, node: Node) -> Node | None:
-        """The operand in whose memory a node lies; None if it has memory of its own."""
-        if node.op != "call_function":
-            return None
-        source, value = node.args[0] if node.args else None, node.meta.get("val")
-        target: Any = node.target
-        if target is python.getitem and isinstance(source, Node):
-            target, value = source.target, None
-        schema = signature(target)
-        if schema.is_composite and isinstance(value, torch.Tensor) and _keeps_memory(node.graph):
-            if not (schema.word.endswith("dropout") and not is_random(node)):
-                memory = storage_id(value)
-                operands = (
-                    operand for operand in node.all_input_nodes if _memory(operand) == memory
-                )
-                return next(operands, None)
-        elif not (schema.is_view or schema.is_in_place):
-            return None
-        return source if isinstance(source, Node) else None
 
     def _note_alias(self, node: Node) -> None:
         base = self.base(node)
@@ -412,7 +391,7 @@ class Graph:
         """
         base, current = self.base(node), node
         while current is not base and isinstance(value, Value):
-            viewed = self.viewed(current)
+            viewed = viewed_by(current)
             assert viewed is not None
             if current.target is python.getitem:
                 value, viewed = self._undo_part(viewed, current, value), viewed.all_input_nodes[0]
@@ -786,32 +765,6 @@ class Graph:
             except ValueError as error:
                 self._equate_sizes_of_error(error)
         return call.opaque(literals, values)
-
-
-def _memory(node: Node) -> int | None:
-    """The identity of the memory of a node's tensor; None for other values."""
-    value = node.meta.get("val")
-    return storage_id(value) if isinstance(value, torch.Tensor) else None
-
-
-def _keeps_memory(graph: FxGraph) -> bool:
-    """True if the examples of views lie in the memory of what they view, by the first view."""
-    for node in graph.nodes:
-        schema = signature(node.target)
-        if schema.is_view and not schema.is_composite and _memory(node) is not None:
-            return _memory(node) == _memory(node.args[0])
-    return True
-
-
-def written_arguments(node: Node) -> Iterator[Node]:
-    """Yields the nodes that a node writes, by its schema."""
-    if not signature(node.target).is_mutable:
-        return
-    for place, argument in enumerate(schema_of(node.target).arguments):
-        operand = node.args[place] if place < len(node.args) else node.kwargs.get(argument.name)
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            operands = operand if isinstance(operand, (tuple, list)) else (operand,)
-            yield from (operand for operand in operands if isinstance(operand, Node))
 
 
 _UNUSED = ("device", "pin_memory", "layout", "memory_format", "out", "generator")

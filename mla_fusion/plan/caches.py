@@ -135,7 +135,7 @@ def place_rows(
             value for value in order([kv.slots]) if value.op == "leaf" and value in graph.nodes
         ]
         names = ", ".join(graph.nodes[leaf][0].name for leaf in inputs) or "no input"
-        detail = f"the slots, made of {names}, are neither an input nor a block table's"
+        detail = f"the slots, made of {names}, are not shown to be distinct and not negative"
         obstacles.append(Obstacle("slots.unproven", detail))
     if obstacles or trusted_leaves is None:
         return Staged(tuple(obstacles))

@@ -214,11 +214,10 @@ def _counted_from(
     starts = [summand for summand in summands if summand not in counts]
     if len(summands) < len(positions) or len(starts) != 1 or len(counts) > 1:
         return None
-    roles, limits = _trusted_inputs(starts[0], "positions"), (0, 0)
-    for value in counts:
-        limits = bounds.of(value) or limits
+    roles = _trusted_inputs(starts[0], "positions")
+    limits = bounds.of(counts[0]) if counts else (0, 0)
     is_each_counted = prod(prod(summand.shape) for summand in summands) == count
-    if not roles or not is_each_counted or is_open(int(limits[1]) + 1):
+    if not roles or limits is None or not is_each_counted or is_open(int(limits[1]) + 1):
         return None
     return {leaf: f"{role} {first} {limits[1] + 1}" for leaf, role in roles.items()}
 

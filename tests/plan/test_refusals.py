@@ -118,7 +118,7 @@ def test_slots_may_be_negative() -> None:
     gm = graph_of(SlotsLowered(), *base.paged_args())
     assert refused(gm, mf.Config(staging="never")).code == "slots.unproven"
     (fusion,) = mf.explain(gm).fused
-    assert fusion.placement.startswith("staged: the slots, made of slots, are neither an input")
+    assert fusion.placement.startswith("staged: the slots, made of slots, are not shown to be")
 
 
 def test_operator_cache_mode() -> None:

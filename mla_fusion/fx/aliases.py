@@ -1,0 +1,60 @@
+"""Says in whose memory a node lies, and which memory it writes."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from mla_fusion.compat import schema_of, storage_id
+from mla_fusion.fx.kinds import is_random, signature, value_of
+
+
+def memory_of(node: Node) -> int | None:
+    """Returns the identity of the memory of a node's tensor; None for other values."""
+    value = value_of(node)
+    return storage_id(value) if isinstance(value, torch.Tensor) else None
+
+
+def viewed_by(node: Node) -> Node | None:
+    """Returns the operand in whose memory a node lies; None if it has memory of its own.
+
+    An operator that torch makes of others may copy its operand, or return it, whatever its schema
+    says. There the memory of the examples says it.
+    """
+    if node.op != "call_function":
+        return None
+    source, target, memory = node.args[0] if node.args else None, node.target, memory_of(node)
+    if target is operator.getitem and isinstance(source, Node):
+        target, memory = source.target, None
+    schema = signature(target)
+    if schema.is_composite and memory is not None and _keeps_memory(node.graph):
+        is_off = schema.word.endswith("dropout") and not is_random(node)
+        holders = (operand for operand in node.all_input_nodes if memory_of(operand) == memory)
+        return node.all_input_nodes[0] if is_off else next(holders, None)
+    is_view = schema.is_view or schema.is_in_place
+    return source if is_view and isinstance(source, Node) else None
+
+
+def _keeps_memory(graph: Graph) -> bool:
+    """Returns True if the example of the first view lies in the memory of what it views."""
+    for node in graph.nodes:
+        schema = signature(node.target)
+        if schema.is_view and not schema.is_composite and memory_of(node) is not None:
+            return memory_of(node) == memory_of(node.all_input_nodes[0])
+    return True
+
+
+def written_arguments(node: Node) -> Iterator[Node]:
+    """Yields the nodes that a node writes, by its schema."""
+    if not signature(node.target).is_mutable:
+        return
+    target: Any = node.target
+    for place, argument in enumerate(schema_of(target).arguments):
+        operand = node.args[place] if place < len(node.args) else node.kwargs.get(argument.name)
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            operands = operand if isinstance(operand, (tuple, list)) else (operand,)
+            yield from (operand for operand in operands if isinstance(operand, Node))
