@@ -205,7 +205,8 @@ class GraphBuilder(Builder):
         results = self._results.get(key)
         if results is not None:
             # several times as fast as the operator in the graph's mode
-            copies = tuple(_another(part, part.fake_mode) for part in results)
+            with without_modes():
+                copies = tuple(_copied(part, part.fake_mode) for part in results)
             return self.insert(op, args, kwargs, copies)
         node = self.call(op, *args, **kwargs)
         results = node.meta["val"]
@@ -387,13 +388,13 @@ def fake_mode_of(graph: Graph) -> Any:
 
 def faked(value: Any, mode: Any) -> Any:
     """Returns a tensor of the graph in this mode: the same, or a new one like it."""
-    return value if getattr(value, "fake_mode", mode) is mode else _another(value, mode)
-
-
-def _another(tensor: torch.Tensor, mode: Any) -> FakeTensor:
-    """Returns a fake tensor like this one, in this mode and in memory of its own."""
+    if getattr(value, "fake_mode", mode) is mode:
+        return value
     with without_modes():
-        memory = torch.empty_strided(
-            tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta"
-        )
-        return FakeTensor(mode, memory, tensor.device)
+        return _copied(value, mode)
+
+
+def _copied(tensor: torch.Tensor, mode: Any) -> FakeTensor:
+    """Returns a fake tensor like this one, in this mode and in memory of its own."""
+    memory = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+    return FakeTensor(mode, memory, tensor.device)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 from torch.fx import GraphModule, Node
 
 from mla_fusion.compat import OpOverload, schema_of
@@ -44,5 +46,11 @@ def _names_to_place(node: Node) -> list[str]:
     """Returns the names of the arguments that have a place, if one of them is given by name."""
     if not node.kwargs or not isinstance(node.target, OpOverload):
         return []
-    names = [item.name for item in schema_of(node.target).arguments if not item.kwarg_only]
-    return names if any(name in node.kwargs for name in names[len(node.args) :]) else []
+    names = _placed_names(node.target)
+    return names if not node.kwargs.keys().isdisjoint(names[len(node.args) :]) else []
+
+
+@cache
+def _placed_names(target: OpOverload) -> list[str]:
+    """Returns the names of the arguments that have a place."""
+    return [item.name for item in schema_of(target).arguments if not item.kwarg_only]

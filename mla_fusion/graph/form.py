@@ -167,11 +167,11 @@ class Form:
         value = self._values.get(key)
         if value is None:
             if model is None:
-                model = all(source.model for source in sources)
+                model = False not in [source.model for source in sources]
             is_leaf = op == "leaf"
-            weight = model and (is_leaf or any(source.weight for source in sources))
+            weight = model and (is_leaf or True in [source.weight for source in sources])
             is_product = op == "dot" and sources[1].weight and not sources[0].model
-            active = is_product or any(source.active for source in sources)
+            active = is_product or True in [source.active for source in sources]
             if is_leaf:
                 operation = self._operation_number(op, None, shape, dtype)
             kind, serial = 4 * operation + 2 * model + active, len(self._values) + 1
@@ -977,13 +977,13 @@ def numbered(
         if value.active and value.serial < since:
             parts.append((value.shape, value.dtype))
         else:
-            unnumbered = [source for source in value.sources if source not in numbers]
-            if unnumbered:
-                stack += unnumbered[::-1]
+            places = [numbers.get(source) for source in value.sources]
+            if None in places:
+                stack += [source for source in value.sources if source not in numbers][::-1]
                 continue
             is_leaf = value.op == "leaf"
             name = names.setdefault(value.literal, len(names)) if is_leaf else None
-            parts.append((value.kind, name, *[numbers[source] for source in value.sources]))
+            parts.append((value.kind, name, *places))
         numbers[value] = len(numbers)
         stack.pop()
     return (tuple(parts), tuple([numbers[value] for value in roots])), list(numbers)
