@@ -14,13 +14,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from fractions import Fraction
 from math import prod
+from operator import itemgetter
 from typing import Any
 
 import torch
 
 from mla_fusion.compat import guard
 from mla_fusion.graph import bounds
-from mla_fusion.graph.form import Value, filled_with, order
+from mla_fusion.graph.form import Shape, Value, filled_with, order
 from mla_fusion.graph.numbers import is_open
 from mla_fusion.graph.read import Graph
 
@@ -171,7 +172,7 @@ def _inputs_of_sum(value: Value) -> Roles | None:
     starts_of_blocks, size = max(terms.items(), key=lambda term: term[1])
     sequences = _trusted_inputs(starts_of_blocks, "sequences") if size > 1 else None
     positions = [term for term in terms.items() if term[0] is not starts_of_blocks]
-    starts_of_positions = _counted_from(positions, value.literal[1], prod(value.shape))
+    starts_of_positions = _counted_from(positions, value.literal[1], value.shape)
     if sequences is not None and starts_of_positions:
         is_disjoint = sequences.keys().isdisjoint(starts_of_positions)
         return sequences | starts_of_positions if is_disjoint else None
@@ -192,22 +193,22 @@ def _inputs_of_table(value: Value) -> Roles | None:
             table = _trusted_inputs(inner.sources[0], "table")
             slots = _trusted_inputs(slots_of_offset, "positions")
             if slots is None and slots_of_offset.op == "sum":
-                first, count = slots_of_offset.literal[1], prod(slots_of_offset.shape)
-                slots = _counted_from(slots_of_offset.operands, first, count)
+                first, shape = slots_of_offset.literal[1], slots_of_offset.shape
+                slots = _counted_from(slots_of_offset.operands, first, shape)
             if table is not None and slots is not None:
                 return table | slots
     return None
 
 
 def _counted_from(
-    positions: Sequence[tuple[Value, Any]], first: Fraction, count: int
+    positions: Sequence[tuple[Value, Any]], first: Fraction, shape: Shape
 ) -> Roles | None:
     """Returns the input from each of whose numbers on the same number of positions is counted, as
     in a step with several tokens of each sequence. None for other positions.
 
     positions  the summands of the positions, with their coefficients
     first      what is added to each
-    count      how many positions there are
+    shape      of the positions
     """
     summands = [_strip_views_and_casts(summand) for summand, times in positions if times == 1]
     counts = list(filter(_is_counted, summands))
@@ -216,10 +217,27 @@ def _counted_from(
         return None
     roles = _trusted_inputs(starts[0], "positions")
     limits = bounds.of(counts[0]) if counts else (0, 0)
-    is_each_counted = prod(prod(summand.shape) for summand in summands) == count
+    spreads = [_spread(summand, shape) for summand, _ in positions]
+    axes = [axis for _, summand_axes in spreads for axis in summand_axes]
+    is_each_counted = len({*map(itemgetter(0), spreads)}) == 1 and sorted(axes) == [
+        axis for axis, size in enumerate(spreads[0][0]) if size != 1
+    ]
     if not roles or limits is None or not is_each_counted or is_open(int(limits[1]) + 1):
         return None
     return {leaf: f"{role} {first} {limits[1] + 1}" for leaf, role in roles.items()}
+
+
+def _spread(summand: Value, shape: Shape) -> tuple[Shape, list[int]]:
+    """Returns a shape that a summand is spread to, and the axes along which it has other numbers.
+
+    shape  of the sum
+    """
+    is_broadcast = prod(summand.shape) < prod(shape)
+    value = summand if is_broadcast else _strip(summand, "reshape")
+    inner = value.sources[0] if value.op == "expand" else value
+    target = shape if is_broadcast else value.shape
+    first = len(target) - len(inner.shape)
+    return target, [first + axis for axis, size in enumerate(inner.shape) if size != 1]
 
 
 def _is_counted(value: Value) -> bool:
