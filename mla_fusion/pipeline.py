@@ -133,11 +133,9 @@ def run(
 def _check_graph(gm: object) -> None:
     """Raises TypeError if it is no GraphModule, ValueError if a node has no ``meta["val"]``."""
     if not isinstance(gm, GraphModule):
-        hint = (
-            "; a module is compiled: torch.compile(model, backend='mla_fusion')"
-            if isinstance(gm, Module)
-            else ""
-        )
+        hint = "; of an exported program it is program.module()" if hasattr(gm, "module") else ""
+        if isinstance(gm, Module):
+            hint = "; a module is compiled: torch.compile(model, backend='mla_fusion')"
         raise TypeError(f"expected a torch.fx.GraphModule, got {type(gm).__name__}{hint}")
     for node in gm.graph.nodes:
         if node.op in ("placeholder", "call_function") and "val" not in node.meta:

@@ -37,6 +37,7 @@ _MOVES = ("reshape", "permute", "expand", "slice")
 _QUANTISING = BYTES | {"size", "largest", "mxfp8", "power of two", "byte", "as"}
 _ROUNDING = _QUANTISING | {"whole", "to whole", "to"}
 _BRANCHES = ("cond", "while_loop", "scan", "map_impl")  # operators that run other graphs
+_CHANGING = "%s multiplies by %s, which is no weight that is equal for all calls"
 _CODES_OF_ANY_PART = ("step.random", "linear.bias", "linear.hidden", "tokens.cut")
 # smooth functions; any other function of one value is a choice
 _SMOOTH = frozenset(
@@ -516,8 +517,7 @@ class _NearMisses:
     def _weight_reason(self, layer: Value) -> Reason | None:
         """Returns the reason if a weight changes with the call, or is scaled behind its product."""
         if _has_changing_weight(layer):
-            text = "%s multiplies by %s, which is no weight that is equal for all calls"
-            return Reason("linear.hidden", text, (layer, layer.sources[1]))
+            return Reason("linear.hidden", _CHANGING, (layer, layer.sources[1]))
         if layer.op != "dot" or operand_format(_rows(layer)) is not None:
             return None
         for step in self.steps_below([layer]):
@@ -708,9 +708,14 @@ class _NearMisses:
         if heads * nope > sum(layer.shape[-1] for layer in ups):
             return
         layers = self.layers.get(self._origin(_rows(up)), [])
-        if self._is_cached(layers) and has_root(self.steps_below(layers)):
+        product = next((step for step in steps if step.op == "dot"), None)
+        if product is not None:
+            reason: Reason | None = Reason(
+                "linear.hidden", _CHANGING, (product, product.sources[1])
+            )
+        elif self._is_cached(layers) and has_root(self.steps_below(layers)):
             text = "%s, which %s multiplies head by head, projects %s"
-            reason: Reason | None = Reason("q_lora.absent", text, (up, head, _rows(up)))
+            reason = Reason("q_lora.absent", text, (up, head, _rows(up)))
         else:
             downs, between = self.layers_above(_rows(up))
             layers = self.layers.get(self._origin(_rows(downs[0])), []) if downs else []

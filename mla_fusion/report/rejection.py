@@ -104,10 +104,10 @@ CODES: dict[str, tuple[str, str]] = {
         "kernel call are fixed.",
     ),
     "linear.hidden": (
-        "A projection is an unknown operator, a sum of products (with an adapter, for example), or "
-        "one of values whose quantisation is not read.",
-        "Use mm, linear or npu_quant_matmul, one for all tokens, and merge adapters into the "
-        "weights.",
+        "A projection is an unknown operator, a sum of products (with an adapter, for example), "
+        "one by an argument of the call, or one of values whose quantisation is not read.",
+        "Use mm, linear or npu_quant_matmul, one for all tokens, hold weights as parameters, and "
+        "merge adapters into them.",
     ),
     "quant.static": (
         "A projection is quantised with a scale fixed ahead of time; the kernel quantises per "
