@@ -264,13 +264,16 @@ class GraphBuilder(Builder):
     def _reshaped(self, node: Node, sizes: Sequence[Any]) -> FakeTensor | None:
         """Returns what a node becomes by a reshape, several times as fast as by the operator.
 
-        None if its value is not contiguous or in another mode, or if a size is symbolic or -1.
+        None if its value is complex, not contiguous or in another mode, or if a size is symbolic or
+        -1.
         """
         tensor = node.meta["val"]
         if type(tensor) is not FakeTensor or tensor.fake_mode is not self._fake_mode:
             return None
         is_known = all(isinstance(size, int) and size >= 0 for size in sizes)
-        if not is_known or has_symbols(tensor.shape) or not tensor.is_contiguous():
+        if not is_known or tensor.is_complex() or has_symbols(tensor.shape):
+            return None
+        if not tensor.is_contiguous():
             return None
         with without_modes():
             view = torch.empty(tuple(sizes), dtype=tensor.dtype, device="meta")
