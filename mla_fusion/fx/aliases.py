@@ -10,7 +10,7 @@ import torch
 from torch.fx import Graph, Node
 
 from mla_fusion.compat import schema_of, storage_id
-from mla_fusion.fx.kinds import is_random, signature, value_of
+from mla_fusion.fx.kinds import Signature, is_random, signature, value_of
 
 
 def memory_of(node: Node) -> int | None:
@@ -27,16 +27,22 @@ def viewed_by(node: Node) -> Node | None:
     """
     if node.op != "call_function":
         return None
-    source, target, memory = node.args[0] if node.args else None, node.target, memory_of(node)
-    if target is operator.getitem and isinstance(source, Node):
-        target, memory = source.target, None
-    schema = signature(target)
-    if schema.is_composite and memory is not None and _keeps_memory(node.graph):
-        is_off = schema.word.endswith("dropout") and not is_random(node)
-        holders = (operand for operand in node.all_input_nodes if memory_of(operand) == memory)
-        return node.all_input_nodes[0] if is_off else next(holders, None)
-    is_view = schema.is_view or schema.is_in_place
+    source, caller, memory = node.args[0] if node.args else None, node, memory_of(node)
+    if node.target is operator.getitem and isinstance(source, Node):
+        caller = source
+    schema, operands = signature(caller.target), caller.all_input_nodes
+    is_view = schema.is_view or schema.is_in_place or "unsafe" in schema.word
+    if may_share(schema) and memory is not None and _keeps_memory(node.graph):
+        if schema.word.endswith("dropout") and not is_random(node):
+            return operands[0]
+        holder = next((operand for operand in operands if memory_of(operand) == memory), None)
+        return caller if is_view and holder is not None and caller is not node else holder
     return source if is_view and isinstance(source, Node) else None
+
+
+def may_share(schema: Signature) -> bool:
+    """Returns True if results may lie in an operand's memory, or not, whatever the schema says."""
+    return schema.is_composite or "unsafe" in schema.word
 
 
 def _keeps_memory(graph: Graph) -> bool:

@@ -30,7 +30,7 @@ from mla_fusion.compat import (
     tree_map,
 )
 from mla_fusion.fx import registered
-from mla_fusion.fx.aliases import viewed_by, written_arguments
+from mla_fusion.fx.aliases import may_share, viewed_by, written_arguments
 from mla_fusion.fx.kinds import Signature, attribute, is_literal, is_reshape, signature
 from mla_fusion.fx.sizes import Binding, has_symbols
 from mla_fusion.fx.sizes import expression as expression_of
@@ -366,7 +366,7 @@ class Graph:
                 self._record_write(operand, reading)
             else:  # by ``out``, or one of several
                 self._record_write(operand, self._opaque_memory(operand, node.name))
-        if schema.is_view or schema.is_in_place or schema.is_composite:
+        if schema.is_view or schema.is_in_place or may_share(schema):
             self._note_alias(node)
         return reading
 
@@ -393,7 +393,9 @@ class Graph:
         while current is not base and isinstance(value, Value):
             viewed = viewed_by(current)
             assert viewed is not None
-            if current.target is python.getitem:
+            if current.target is python.getitem and viewed is not current.args[0]:
+                value = None
+            elif current.target is python.getitem:
                 value, viewed = self._undo_part(viewed, current, value), viewed.all_input_nodes[0]
             elif not signature(current.target).is_in_place:
                 value = self._undo_view(viewed, current, value)

@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from fractions import Fraction
 from math import prod
-from operator import itemgetter
 from typing import Any
 
 import torch
@@ -26,6 +25,8 @@ from mla_fusion.graph.numbers import is_open
 from mla_fusion.graph.read import Graph
 
 Roles = dict[Value, str]
+Term = tuple[Value, Any]  # a summand and its coefficient
+Spread = tuple[Shape, list[int]]  # a shape, and the axes along which a summand has other numbers
 _EXACT = (torch.int32, torch.int64, torch.float32, torch.float64)
 
 
@@ -154,10 +155,8 @@ def _inputs_of_sum(value: Value) -> Roles | None:
         is_single = prod(_strip_views_and_casts(entries).shape) == 1
         blocks = _trusted_inputs(entries, "sequences" if is_counted[1] or is_single else "block")
         offsets = _trusted_inputs(places, "positions" if is_counted[0] or is_single else "place")
-        repeated = prod(value.shape) > 1 and all(
-            prod(operand.shape) == 1 or _is_repeated(operand) for operand in terms
-        )
-        if size > 1 and step == 1 and blocks is not None and offsets is not None and not repeated:
+        is_spread = _covers(terms, value.shape)
+        if size > 1 and step == 1 and blocks is not None and offsets is not None and is_spread:
             counted, limits = _strip_views_and_casts(places), bounds.of(places)
             if not offsets and is_open(prod(counted.shape)):
                 offsets = {counted: str(size)}
@@ -172,7 +171,8 @@ def _inputs_of_sum(value: Value) -> Roles | None:
     starts_of_blocks, size = max(terms.items(), key=lambda term: term[1])
     sequences = _trusted_inputs(starts_of_blocks, "sequences") if size > 1 else None
     positions = [term for term in terms.items() if term[0] is not starts_of_blocks]
-    starts_of_positions = _counted_from(positions, value.literal[1], value.shape)
+    owners = [_spread(starts_of_blocks, value.shape)]
+    starts_of_positions = _counted_from(positions, value.literal[1], value.shape, owners)
     if sequences is not None and starts_of_positions:
         is_disjoint = sequences.keys().isdisjoint(starts_of_positions)
         return sequences | starts_of_positions if is_disjoint else None
@@ -180,28 +180,45 @@ def _inputs_of_sum(value: Value) -> Roles | None:
 
 
 def _inputs_of_table(value: Value) -> Roles | None:
-    """Returns the trusted inputs of ``table[s // b] * b + s % b``, or None for another sum."""
+    """Returns the trusted inputs of ``table[s // b] * b + s % b``, or None for another sum.
+
+    The index of the table may have numbers of its rows, too. If several positions are counted from
+    each start, each start must have a row of its own.
+    """
     terms = dict(value.operands)
     for block_rows, size in terms.items():
         inner = _strip_views_and_casts(block_rows)
         if inner.op != "gather" or size <= 1:
             continue
-        offset_terms = {term: factor for term, factor in terms.items() if term is not block_rows}
-        slots_of_offset = _offset_source(offset_terms, size, value.literal[1])
-        slots_of_block = _divided_slots(inner.sources[1], size)
-        if slots_of_block is not None and slots_of_block is slots_of_offset:
-            table = _trusted_inputs(inner.sources[0], "table")
-            slots = _trusted_inputs(slots_of_offset, "positions")
-            if slots is None and slots_of_offset.op == "sum":
-                first, shape = slots_of_offset.literal[1], slots_of_offset.shape
-                slots = _counted_from(slots_of_offset.operands, first, shape)
-            if table is not None and slots is not None:
-                return table | slots
+        (table, index), offsets = inner.sources, terms.keys() - {block_rows}
+        slots = _offset_source({term: terms[term] for term in offsets}, size, value.literal[1])
+        rows = None if slots is None else _added_to_blocks(index, slots, size)
+        if slots is None or rows is None or prod(slots.shape) != prod(value.shape):
+            continue
+        table_shape = _strip(table, "reshape").shape
+        if len(rows) > 1 or (rows and len(table_shape) > 1 and rows[0][1] != table_shape[-1]):
+            continue
+        blocks = None if _is_repeated(table) else _trusted_inputs(table, "table")
+        places = _trusted_inputs(slots, "positions")
+        if places is None and slots.op == "sum":
+            owners = [_spread(term, _strip_views_and_casts(index).shape) for term, _ in rows]
+            is_counted = all(_is_row_number(term) for term, _ in rows)
+            places = _counted_from(
+                slots.operands, slots.literal[1], slots.shape, owners if is_counted else []
+            )
+        if blocks is not None and places is not None:
+            return blocks | places
     return None
 
 
+def _is_row_number(value: Value) -> bool:
+    """Returns True for counted numbers, and for an input."""
+    inner = _strip_views_and_casts(value)
+    return inner.op == "leaf" or _is_counted(inner)
+
+
 def _counted_from(
-    positions: Sequence[tuple[Value, Any]], first: Fraction, shape: Shape
+    positions: Sequence[Term], first: Fraction, shape: Shape, owners: Sequence[Spread]
 ) -> Roles | None:
     """Returns the input from each of whose numbers on the same number of positions is counted, as
     in a step with several tokens of each sequence. None for other positions.
@@ -209,6 +226,7 @@ def _counted_from(
     positions  the summands of the positions, with their coefficients
     first      what is added to each
     shape      of the positions
+    owners     how the numbers of sequences are spread
     """
     summands = [_strip_views_and_casts(summand) for summand, times in positions if times == 1]
     counts = list(filter(_is_counted, summands))
@@ -217,17 +235,36 @@ def _counted_from(
         return None
     roles = _trusted_inputs(starts[0], "positions")
     limits = bounds.of(counts[0]) if counts else (0, 0)
+    if not roles or limits is None or is_open(int(limits[1]) + 1):
+        return None
     spreads = [_spread(summand, shape) for summand, _ in positions]
-    axes = [axis for _, summand_axes in spreads for axis in summand_axes]
-    is_each_counted = len({*map(itemgetter(0), spreads)}) == 1 and sorted(axes) == [
-        axis for axis, size in enumerate(spreads[0][0]) if size != 1
-    ]
-    if not roles or limits is None or not is_each_counted or is_open(int(limits[1]) + 1):
+    own = spreads[summands.index(starts[0])]
+    axes = sorted(axis for _, summand_axes in spreads for axis in summand_axes)
+    is_each_counted = all(target == own[0] for target, _ in spreads) and axes == _long_axes(own[0])
+    is_owned = not counts or not own[1] or own in owners
+    if not (is_each_counted and is_owned):
         return None
     return {leaf: f"{role} {first} {limits[1] + 1}" for leaf, role in roles.items()}
 
 
-def _spread(summand: Value, shape: Shape) -> tuple[Shape, list[int]]:
+def _long_axes(shape: Shape) -> list[int]:
+    """Returns the axes that are longer than 1."""
+    return [axis for axis, size in enumerate(shape) if size != 1]
+
+
+def _covers(summands: Iterable[Value], shape: Shape) -> bool:
+    """Returns True if along each axis some summand has other numbers.
+
+    shape  of the sum
+    """
+    spreads = [_spread(summand, shape) for summand in summands]
+    targets = {target for target, _ in spreads}
+    axes = sorted({axis for _, summand_axes in spreads for axis in summand_axes})
+    is_full = any(summand_axes == _long_axes(target) for target, summand_axes in spreads)
+    return is_full or (len(targets) == 1 and axes == _long_axes(*targets))
+
+
+def _spread(summand: Value, shape: Shape) -> Spread:
     """Returns a shape that a summand is spread to, and the axes along which it has other numbers.
 
     shape  of the sum
@@ -291,16 +328,18 @@ def _without_views(terms: Iterable[tuple[Value, Any]]) -> list[tuple[Value, Any]
     return sorted(stripped, key=lambda term: term[0].serial)
 
 
-def _divided_slots(index: Value, size: Fraction) -> Value | None:
-    """Returns ``s``, without views, if the index has a term ``s // size``, else None."""
-    stack = [index]
-    while stack:
-        value = stack.pop()
-        if value.function == "quotient":
-            return _dividend(value, size)
-        if value.op in ("sum", "reshape", "cast", "expand"):
-            stack += value.sources
-    return None
+def _added_to_blocks(index: Value, slots: Value, size: Fraction) -> list[Term] | None:
+    """Returns what is added to ``slots // size`` in the index of a table, or None if that is not in
+    the index.
+    """
+    inner = _strip_views_and_casts(index)
+    terms = inner.operands if inner.op == "sum" else [(inner, 1)]
+    others = [
+        (term, times)
+        for term, times in terms
+        if times != 1 or _dividend(_strip_views_and_casts(term), size) is not slots
+    ]
+    return others if len(others) == len(terms) - 1 else None
 
 
 def _dividend(value: Value, size: Fraction) -> Value | None:

@@ -140,12 +140,21 @@ class Draws:
             "place": slots % size,
             "positions": slots[slots < size * min(blocks, len(block_numbers))],
             "sequences": block_numbers,
-            # one order for all sequences, so that distinct positions name distinct slots
-            "table": block_numbers[
-                torch.arange(math.prod(self._table)) % blocks % len(block_numbers)
-            ],
+            "table": block_numbers[self._order_of_blocks(len(block_numbers))],
         }
         return {leaf: self._value(leaf, role, kind, rows) for leaf, role in self._leaves.items()}
+
+    def _order_of_blocks(self, count: int) -> Tensor:
+        """Returns places among so many blocks, for each entry of the table.
+
+        One order serves all sequences, so that distinct positions name distinct slots. If positions
+        are counted, sequences have blocks of their own if there are enough.
+        """
+        entries = torch.arange(math.prod(self._table))
+        is_counted = any(role.startswith("positions ") for role in self._leaves.values())
+        if not is_counted or len(entries) > count:
+            entries = entries % self._table[-1]
+        return entries % count
 
     def lower_integers(self, failed_node: Node) -> bool:
         """Draws the integers above a node lower from now on, after the node did not run.
@@ -189,7 +198,8 @@ class Draws:
                 first, step = map(int, counted.split())
                 drawn = drawn[(drawn % step == 0) & (drawn + step <= len(drawn))] - first
             drawn = drawn[:count]
-            if len(drawn) < count <= self._token_count:
+            # each start has a sequence of its own
+            if len(drawn) < count <= self._token_count and not (counted and len(drawn)):
                 raise Unrunnable(leaf, f"{len(drawn)} rows are fewer than tokens")
             drawn = drawn.repeat(-(-count // len(drawn)))[:count]  # not all are read
         elif role == "x":
