@@ -190,7 +190,8 @@ def _inputs_of_table(value: Value) -> Roles | None:
         inner = _strip_views_and_casts(block_rows)
         if inner.op != "gather" or size <= 1:
             continue
-        (table, index), offsets = inner.sources, terms.keys() - {block_rows}
+        table, index = inner.sources[0], _strip_views_and_casts(inner.sources[1])
+        offsets = terms.keys() - {block_rows}
         slots = _offset_source({term: terms[term] for term in offsets}, size, value.literal[1])
         rows = None if slots is None else _added_to_blocks(index, slots, size)
         if slots is None or rows is None or prod(slots.shape) != prod(value.shape):
@@ -201,11 +202,8 @@ def _inputs_of_table(value: Value) -> Roles | None:
         blocks = None if _is_repeated(table) else _trusted_inputs(table, "table")
         places = _trusted_inputs(slots, "positions")
         if places is None and slots.op == "sum":
-            owners = [_spread(term, _strip_views_and_casts(index).shape) for term, _ in rows]
-            is_counted = all(_is_row_number(term) for term, _ in rows)
-            places = _counted_from(
-                slots.operands, slots.literal[1], slots.shape, owners if is_counted else []
-            )
+            owners = [_spread(term, index.shape) for term, _ in rows if _is_row_number(term)]
+            places = _counted_from(slots.operands, slots.literal[1], slots.shape, owners)
         if blocks is not None and places is not None:
             return blocks | places
     return None
@@ -322,7 +320,7 @@ def _offset_source(
     return slots if is_equal else None
 
 
-def _without_views(terms: Iterable[tuple[Value, Any]]) -> list[tuple[Value, Any]]:
+def _without_views(terms: Iterable[Term]) -> list[Term]:
     """Returns the terms, in order, without views and exact casts around their Values."""
     stripped = [(_strip_views_and_casts(term), factor) for term, factor in terms]
     return sorted(stripped, key=lambda term: term[0].serial)
@@ -332,8 +330,7 @@ def _added_to_blocks(index: Value, slots: Value, size: Fraction) -> list[Term] |
     """Returns what is added to ``slots // size`` in the index of a table, or None if that is not in
     the index.
     """
-    inner = _strip_views_and_casts(index)
-    terms = inner.operands if inner.op == "sum" else [(inner, 1)]
+    terms = index.operands if index.op == "sum" else [(index, 1)]
     others = [
         (term, times)
         for term, times in terms
