@@ -19,11 +19,13 @@ def memory_of(node: Node) -> int | None:
     return storage_id(value) if isinstance(value, torch.Tensor) else None
 
 
-def viewed_by(node: Node) -> Node | None:
+def viewed_by(node: Node, has_memory: bool) -> Node | None:
     """Returns the operand in whose memory a node lies; None if it has memory of its own.
 
     An operator that torch makes of others may copy its operand, or return it, whatever its schema
     says. There the memory of the examples says it.
+
+    has_memory  of the node's graph (:func:`keeps_memory`)
     """
     if node.op != "call_function":
         return None
@@ -32,7 +34,7 @@ def viewed_by(node: Node) -> Node | None:
         caller = source
     schema, operands = signature(caller.target), caller.all_input_nodes
     is_view = schema.is_view or schema.is_in_place or "unsafe" in schema.word
-    if may_share(schema) and memory is not None and _keeps_memory(node.graph):
+    if may_share(schema) and memory is not None and has_memory:
         if schema.word.endswith("dropout") and not is_random(node):
             return operands[0]
         holder = next((operand for operand in operands if memory_of(operand) == memory), None)
@@ -45,7 +47,7 @@ def may_share(schema: Signature) -> bool:
     return schema.is_composite or "unsafe" in schema.word
 
 
-def _keeps_memory(graph: Graph) -> bool:
+def keeps_memory(graph: Graph) -> bool:
     """Returns True if the example of the first view lies in the memory of what it views."""
     for node in graph.nodes:
         schema = signature(node.target)

@@ -30,7 +30,7 @@ from mla_fusion.compat import (
     tree_map,
 )
 from mla_fusion.fx import registered
-from mla_fusion.fx.aliases import may_share, viewed_by, written_arguments
+from mla_fusion.fx.aliases import keeps_memory, may_share, viewed_by, written_arguments
 from mla_fusion.fx.kinds import Signature, attribute, is_literal, is_reshape, signature
 from mla_fusion.fx.sizes import Binding, has_symbols
 from mla_fusion.fx.sizes import expression as expression_of
@@ -118,6 +118,7 @@ class Graph:
         self.stale: set[tuple[Node, Node]] = set()
         self.changed: dict[Node, Reading] = {}
         self.assumed: dict[Node, tuple[str, ...]] = {}
+        self._has_memory: bool | None = None  # what ``keeps_memory`` says
         self._bases: dict[Node, Node] = {}
         self._aliases: dict[Node, list[Node]] = {}
 
@@ -376,9 +377,15 @@ class Graph:
         """The node whose memory a node views."""
         base = self._bases.get(node)
         if base is None:
-            viewed = viewed_by(node)
+            viewed = self.viewed(node)
             base = self._bases[node] = node if viewed is None else self.base(viewed)
         return base
+
+    def viewed(self, node: Node) -> Node | None:
+        """The operand in whose memory a node lies; None if it has memory of its own."""
+        if self._has_memory is None:  # asked once for a graph
+            self._has_memory = keeps_memory(node.graph)
+        return viewed_by(node, self._has_memory)
 
     def _note_alias(self, node: Node) -> None:
         base = self.base(node)
@@ -391,7 +398,7 @@ class Graph:
         """
         base, current = self.base(node), node
         while current is not base and isinstance(value, Value):
-            viewed = viewed_by(current)
+            viewed = self.viewed(current)
             assert viewed is not None
             if current.target is python.getitem and viewed is not current.args[0]:
                 value = None

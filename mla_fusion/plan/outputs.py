@@ -13,7 +13,7 @@ import torch
 from torch.fx import Node
 
 from mla_fusion.compat import OpOverload
-from mla_fusion.fx.aliases import viewed_by, written_arguments
+from mla_fusion.fx.aliases import written_arguments
 from mla_fusion.fx.kinds import signature
 from mla_fusion.graph.departure import Departure
 from mla_fusion.graph.form import Value, filled_with, order, strip_reshapes
@@ -144,7 +144,7 @@ def _kept_with(graph: Graph, node: Node) -> list[Node]:
     views = [*written_arguments(node)]
     for view in views:
         if view is not graph.base(view):
-            views += filter(None, [viewed_by(view)])
+            views += filter(None, [graph.viewed(view)])
     base = graph.base(node)
     return views + (graph.writers.get(base, []) if base.op == "call_function" else [])
 
