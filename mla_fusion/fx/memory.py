@@ -14,10 +14,10 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from mla_fusion.compat import tree_leaves
-from mla_fusion.fx.aliases import memory_of
+from mla_fusion.fx.aliases import memory_of, viewed_by
 from mla_fusion.fx.build import GraphBuilder
-from mla_fusion.fx.kinds import is_getitem, signature, value_of, word
-from mla_fusion.fx.walk import origin, views
+from mla_fusion.fx.kinds import is_getitem, is_mutating, value_of
+from mla_fusion.fx.walk import origin
 
 aten = torch.ops.aten
 
@@ -81,8 +81,9 @@ def _steps_between(base: Node, view: Node) -> list[Node] | None:
     """
     steps: list[Node] = []
     while view is not base:
-        above = _lies_in(view)
-        if above is None or is_getitem(view) or len(view.all_input_nodes) > 1:
+        above = viewed_by(view, True)
+        is_step = not (is_getitem(view) or is_mutating(view))
+        if above is None or not is_step or len(view.all_input_nodes) > 1:
             return None
         steps.insert(0, view)
         view = above
@@ -91,13 +92,7 @@ def _steps_between(base: Node, view: Node) -> list[Node] | None:
 
 def _root(node: Node) -> Node:
     """Returns the node whose memory a node lies in."""
-    return origin(node, _lies_in)
-
-
-def _lies_in(node: Node) -> Node | None:
-    """Returns the node of which a node is a view; None for other nodes."""
-    aliases = signature(node.target).may_alias or word(node) == "_unsafe_view"
-    return views(node) if aliases or is_getitem(node) else None
+    return origin(node, lambda view: viewed_by(view, True))
 
 
 def _in_one_mode(nodes: Sequence[Node]) -> bool:

@@ -7,11 +7,8 @@ from __future__ import annotations
 
 import inspect
 import logging
-import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
-from hashlib import sha256
-from types import CodeType, FunctionType, ModuleType, NoneType
 from typing import Any
 from uuid import uuid4
 
@@ -55,8 +52,8 @@ def register_operator(op: Any, decomposition: Callable[..., Any] | None, *exampl
     The graph that runs still calls the operator wherever nothing was fused. A proof takes the
     operator for the function. The function is checked on the example and, if the operator has a
     kernel for CPU, once on random inputs when a graph first calls it. A function that differs is
-    not used, and the report says how much it differs. Compile caches are keyed on its code and
-    numbers; a function that reads more is not cached.
+    not used, and the report says how much it differs. Compile caches are not used while a function
+    is registered.
 
     Raises TypeError if ``op`` is no operator, or if the function takes other arguments. Raises
     ValueError for an operator of torch's or torch_npu's, for one that writes into an argument, and
@@ -182,69 +179,11 @@ def _described(value: Any) -> str:
 
 
 def digest() -> str:
-    """Returns a digest of all that is registered: graphs depend on it.
+    """Returns "" if nothing is registered, else a text that is never the same again.
 
-    It is a new one each time if a function reads more than numbers and torch: that may change.
+    What a function computes may depend on all that it reads, so no compile cache has a graph of it.
     """
-    hashed = sha256()
-    for overload in sorted(_FUNCTIONS, key=str):
-        hashed.update(f"{overload} {_text(_FUNCTIONS[overload])}".encode())
-    return hashed.hexdigest() if _FUNCTIONS else ""
-
-
-_TYPES = NoneType, bool, int, float, complex, str, bytes, torch.dtype, torch.device
-_LITERALS = (*_TYPES, OpOverload, OpOverloadPacket)
-_LIBRARIES = frozenset((*sys.stdlib_module_names, "torch"))  # their release fixes what they are
-
-
-def _text(value: Any, outer: tuple[Any, ...] = ()) -> str:
-    """Returns a text that is equal for values that compute the same, in other processes too.
-
-    It is equal to nothing for a value of which this is not known.
-
-    outer  the functions and lists that hold the value
-    """
-    if any(holder is value for holder in outer):
-        return "itself"
-    outer = (*outer, value)
-    if isinstance(value, _LITERALS):
-        return repr(value)
-    if isinstance(value, tuple | list):
-        return f"{type(value)} {[_text(item, outer) for item in value]}"
-    if _is_named(value):
-        return f"{value.__module__} {value.__qualname__}" if callable(value) else value.__name__
-    if not isinstance(value, FunctionType):
-        return uuid4().hex
-    code, names = value.__code__, value.__globals__
-    read = [(name, names[name]) for name in names_in(code) if name in names]
-    cells = [cell.cell_contents for cell in value.__closure__ or ()]
-    defaults = value.__defaults__, list((value.__kwdefaults__ or {}).items())
-    return f"{_steps(code)} {_text([*read, cells, *defaults], outer)}"
-
-
-def _is_named(value: Any) -> bool:
-    """Returns True for a module, a class or a function of torch or Python: its name is enough."""
-    is_function = isinstance(value, FunctionType) and not value.__closure__
-    if not is_function and not isinstance(value, ModuleType | type):
-        return False
-    name = value.__name__ if isinstance(value, ModuleType) else value.__module__
-    return str(name).partition(".")[0] in _LIBRARIES
-
-
-def names_in(code: CodeType) -> Iterator[str]:
-    """Yields the names that code looks up, and those of functions that are defined in it."""
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from names_in(constant)
-
-
-def _steps(code: CodeType) -> str:
-    """Returns what code does, without where it is."""
-    constants = [
-        _steps(item) if isinstance(item, CodeType) else repr(item) for item in code.co_consts
-    ]
-    return f"{code.co_code.hex()} {code.co_names} {code.co_varnames} {constants}"
+    return uuid4().hex if _FUNCTIONS else ""
 
 
 def unknown(nodes: Iterable[Node]) -> list[str]:

@@ -211,13 +211,11 @@ def test_refused(name: str) -> None:
         mf.register_operator(*arguments)
 
 
-def test_compile_caches_are_keyed_on_them() -> None:
+def test_no_compile_cache_has_a_graph_of_them() -> None:
     before = mf.torchair_pass().digest
     mf.register_operator(norm, normed)
     try:
-        with_it = mf.torchair_pass().digest
-        mf.register_operator(norm, wrong)
-        assert len({before, with_it, mf.torchair_pass().digest}) == 3
+        assert len({before, mf.torchair_pass().digest, mf.torchair_pass().digest}) == 3
     finally:
         mf.register_operator(norm, None)
     assert mf.torchair_pass().digest == before

@@ -15,16 +15,15 @@ from __future__ import annotations
 import inspect
 import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from types import FunctionType
+from types import CodeType, FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from mla_fusion.fx.registered import names_in
 from mla_fusion.models.hf.latent_attention import LatentForm, absorbed_attention, expanded
 from mla_fusion.models.hf.stand_ins import (
     LatentKey,
@@ -46,6 +45,14 @@ PICKS = "indices"  # the keyword of an attention function that takes an indexer'
 # As torch defines them, whoever patches them later.
 _PRODUCT, _LINEAR = nn.Linear.forward, nn.functional.linear
 _SHARDING = "torch.distributed.tensor"  # its hooks only take a rank's share of a weight
+
+
+def names_in(code: CodeType) -> Iterator[str]:
+    """Yields the names that code looks up, and those of functions that are defined in it."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from names_in(constant)
 
 
 def words(code: Any) -> set[str]:
