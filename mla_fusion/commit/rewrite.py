@@ -66,7 +66,7 @@ class Writer:
         self._readers: dict[Any, list[Plan]] = {}
         for plan in plans:
             for node in set(plan.inputs).difference(cache for _, cache, _ in plan.written_caches):
-                self._readers.setdefault(node, []).append(plan)
+                self._readers.setdefault(graph.base(node), []).append(plan)
 
     def write(self) -> None:
         """Writes all nodes of the new graph."""
@@ -78,13 +78,13 @@ class Writer:
                 self._write_hidden_caches()
             if node.target is aten.copy_.default:
                 # calls must read the memory before it is written
-                for plan in self._readers.get(node.args[0], ()):
+                for plan in self._readers.get(self.graph.base(node.args[0]), ()):
                     self._call(plan)
-                # outputs must be computed before their memory is overwritten
-                if is_in_last_copies(node):
-                    for output in old_graph.output_node().all_input_nodes:
-                        if output in self.partition.replaced:
-                            self.write_replaced(output)
+                # and so must all that will be read later
+                replaced, is_last = self.partition.replaced, is_in_last_copies(node)
+                for read in old_graph.output_node().all_input_nodes if is_last else replaced:
+                    if read in replaced and read < node:
+                        self.write_replaced(read)
             if node in self.partition.kept:
                 self.b.value(node)
 

@@ -61,7 +61,8 @@ class SlotCheck:
             size = origin if isinstance(origin, int) else args[origin[0]].shape[origin[1]]
             numbers = args[position]
             for place in numbers[_are_outside(numbers, size - ahead)].tolist():
-                raise SlotError(f"{name} holds place {place}, outside a block of {size} rows")
+                places = f"places {place} to {place + ahead}" if ahead else f"place {place}"
+                raise SlotError(f"{name} holds {places}, outside a block of {size} rows")
         tokens = torch.arange(len(slots), device=slots.device)
         if self.skips:
             tokens = tokens[slots >= 0]

@@ -226,7 +226,11 @@ def _merge_places(first_places: Places, second_places: Places) -> Places | None:
 
 
 def _reshape_places(places: Places, shape: Sequence[int]) -> Places | None:
-    """The places along the axes of another shape. None if they are not sums along the new axes."""
+    """The places along the axes of another shape. None if they are not sums along the new axes, or
+    if there are no axes.
+    """
+    if not shape:
+        return None
     old_axes, axes = [old_axis for old_axis in places if len(old_axis) > 1][::-1], list[Tensor]()
     start = sum(int(old_axis[0]) for old_axis in places if len(old_axis) == 1)
     for size in shape:

@@ -355,7 +355,8 @@ class GraphBuilder(Builder):
         node = self.insert(name, (), {}, value, "get_attr")
         if device.type == "cpu":
             return node
-        return self.call(aten._to_copy.default, node, device=device)
+        lifted = self.call(aten.lift_fresh_copy.default, node)  # a real tensor is made fake by it
+        return self.call(aten._to_copy.default, lifted, device=device)
 
     def once(self, key: object, recipe: Recipe) -> Node:
         shared = self._shared.get(key)

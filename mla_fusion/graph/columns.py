@@ -12,14 +12,15 @@ _MOST_RUNS = 4
 
 
 class Run(NamedTuple):
-    """``size`` neighbouring columns from ``first`` on.
+    """``size`` neighbouring columns from ``first`` on, as an array of ``rows`` rows, transposed.
 
-    is_paired  the columns alternate between the first and the second half of the run
+    One row is the columns in order. Two rows are columns that alternate between two halves; rows of
+    two are the even columns, then the odd ones.
     """
 
     first: int
     size: int
-    is_paired: bool
+    rows: int
 
 
 class Groups(NamedTuple):
@@ -64,24 +65,28 @@ def _runs(columns: list[int]) -> tuple[Run, ...]:
     """Splits columns into runs; stops after ``_MOST_RUNS`` + 1 runs."""
     runs, place = list[Run](), 0
     while place < len(columns) and len(runs) <= _MOST_RUNS:
-        paired_size = _paired_size(columns, place)
-        size = paired_size or 1
-        while not paired_size and columns[place + size : place + size + 1] == [
-            columns[place] + size
-        ]:
-            if _paired_size(columns, place + size):
-                break
-            size += 1
-        runs.append(Run(columns[place], size, bool(paired_size)))
-        place += size
+        run = _transposed_run(columns, place)
+        if run is None:
+            size = 1
+            while columns[place + size : place + size + 1] == [columns[place] + size]:
+                if _transposed_run(columns, place + size) is not None:
+                    break
+                size += 1
+            run = Run(columns[place], size, 1)
+        runs.append(run)
+        place += run.size
     return tuple(runs)
 
 
-def _paired_size(columns: list[int], place: int) -> int:
-    """How many columns from ``place`` on alternate between two halves; 0 if they do not."""
+def _transposed_run(columns: list[int], place: int) -> Run | None:
+    """The run of several rows that begins at a place. None if there is none."""
     first, *second = columns[place : place + 2]
-    half = second[0] - first if second else 0
-    if half < 2 or place + 2 * half > len(columns):
-        return 0
-    pairs = [first + offset for k in range(half) for offset in (k, half + k)]
-    return 2 * half if columns[place : place + 2 * half] == pairs else 0
+    step = second[0] - first if second else 0
+    if step < 2:
+        return None
+    rows = 2
+    while columns[place + rows : place + rows + 1] == [first + rows * step]:
+        rows += 1
+    run = [first + row * step + column for column in range(step) for row in range(rows)]
+    is_run = columns[place : place + len(run)] == run
+    return Run(first, len(run), rows) if is_run else None

@@ -21,6 +21,7 @@ from torch.fx import Node
 
 from mla_fusion.compat import without_fake_mode
 from mla_fusion.fx.build import Builder
+from mla_fusion.fx.kinds import is_literal
 from mla_fusion.graph.columns import Groups, groups_of
 from mla_fusion.graph.form import Value
 from mla_fusion.graph.numbers import MINUS_ONE, ONE, Number, number
@@ -90,10 +91,13 @@ class Lowering:
         return self._compute(value)
 
     def _nodes_holding(self, value: Value) -> Iterator[tuple[Node, torch.Tensor]]:
-        """Yields the usable nodes that hold a Value in a single tensor, with that tensor."""
+        """Yields the usable nodes that hold a Value in a single tensor, with that tensor.
+
+        A literal of the trace is a real tensor: only ``lift_fresh_copy`` may read it.
+        """
         for node in self.graph.nodes_holding(value):
-            tensor = node.meta.get("val")
-            if isinstance(tensor, torch.Tensor) and self.usable(node):
+            tensor, is_bare = node.meta.get("val"), node.op == "get_attr" and is_literal(node)
+            if isinstance(tensor, torch.Tensor) and self.usable(node) and not is_bare:
                 yield node, tensor
 
     # -- sizes
@@ -242,9 +246,12 @@ class Lowering:
             groups = groups_of(columns, base.shape[axis])
             if groups is not None:
                 return self._select_columns(self.of(base), groups)
-        rows = self.of(index, shape=[prod(index.shape)])
-        rows_handle = self.b.call(aten.index_select.default, self.of(base), value.literal, rows)
-        return self.b.reshape(rows_handle, self._shape(value.shape))
+        handle, rows = self.of(base), self.of(index, shape=[prod(index.shape)])
+        if index.op == "constant":  # a model's list of numbers is on CPU
+            result = self.b.call(aten.index.Tensor, handle, [*[None] * axis, rows])
+        else:
+            result = self.b.call(aten.index_select.default, handle, axis, rows)
+        return self.b.reshape(result, self._shape(value.shape))
 
     def _select_columns(self, matrix: Any, groups: Groups) -> Any:
         """Selects columns by views: a device's graph cannot hold a list of column numbers."""
@@ -261,10 +268,10 @@ class Lowering:
         parts = []
         for run in groups.runs:
             columns = part(matrix, run.first, run.size)
-            if run.is_paired:
+            if run.rows > 1:
                 shape = tuple(b.shape(columns))
-                halves = b.reshape(columns, (*shape[:-1], 2, run.size // 2))
-                columns = b.reshape(b.transposed(halves), shape)
+                rows = b.reshape(columns, (*shape[:-1], run.rows, run.size // run.rows))
+                columns = b.reshape(b.transposed(rows), shape)
             parts.append(columns)
         size = groups.number * sum(run.size for run in groups.runs)
         return b.reshape(b.joined(parts, len(b.shape(parts[0])) - 1), (*lead, size))

@@ -44,7 +44,9 @@ def emit_call(builder: Builder, lower: Lowering, plan: Plan) -> dict[Value, Any]
     for name in _WEIGHTS:
         is_identity = name == "weight_uk" and plan.proposal.identity_reason is not None
         weights.append(
-            _packed_identity(builder, plan) if is_identity else _packed_operand(builder, plan, name)
+            _packed_identity(builder, plan)
+            if is_identity
+            else _packed_operand(builder, lower, plan, name)
         )
     gammas = [_gamma(builder, plan, name) for name in _GAMMAS]
     sin, cos = (lower.of(arguments[name], bfloat16) for name in ("rope_sin", "rope_cos"))
@@ -59,7 +61,7 @@ def emit_call(builder: Builder, lower: Lowering, plan: Plan) -> dict[Value, Any]
         caches = [row_buffer(builder, x, plan.tokens, width) for width in widths]
     for name in _COLUMN_SCALES:
         if name in arguments:
-            options[name] = _packed_operand(builder, plan, name)
+            options[name] = _packed_operand(builder, lower, plan, name)
     if "smooth_scales_cq" in arguments:
         row = (1, *arguments["smooth_scales_cq"].shape[-1:])
         options["smooth_scales_cq"] = lower.of(arguments["smooth_scales_cq"], torch.float32, row)
@@ -92,10 +94,12 @@ def _cache_scales(lower: Lowering, plan: Plan) -> dict[str, Any]:
     return scales
 
 
-def _packed_operand(builder: Builder, plan: Plan, name: str) -> Any:
+def _packed_operand(builder: Builder, graph_lower: Lowering, plan: Plan, name: str) -> Any:
     """Returns a weight, or scales of its columns. They are computed ahead of the graph if possible.
 
     A weight with such scales keeps its dtype. weight_uk alone is not read in FRACTAL_NZ.
+
+    graph_lower  lowers scales that are numbers of the graph
     """
     arguments, graph = plan.proposal.arguments, plan.graph
     value, is_scale = arguments[name], name in _COLUMN_SCALES
@@ -103,15 +107,15 @@ def _packed_operand(builder: Builder, plan: Plan, name: str) -> Any:
     leaves = source_nodes(graph, [value])
 
     def recipe(builder: Builder) -> Any:
-        lower = Lowering(builder, graph, {}, set(leaves).__contains__)
+        lower = Lowering(builder, graph, {}, set(leaves).__contains__) if leaves else graph_lower
         if not is_scale:
             weight = lower.of(value, None if has_scale else torch.bfloat16)
             return to_kernel_layout(builder, weight, name != "weight_uk")
-        is_row = len(value.shape) == 1
-        scale = lower.of(value, shape=(1, *value.shape) if is_row else None)
+        scale, is_row = lower.of(value), len(value.shape) == 1
+        scale = builder.reshape(scale, (1, *builder.shape(scale))) if is_row else scale
         return to_kernel_layout(builder, _cast_scale(builder, scale, not is_row), False)
 
-    return builder.packed(name, recipe, leaves)
+    return builder.packed(name, recipe, leaves) if leaves else recipe(builder)
 
 
 def _packed_identity(builder: Builder, plan: Plan) -> Any:

@@ -739,7 +739,7 @@ class _NearMisses:
         addends = (source for source in value.sources if prod(source.shape) == prod(value.shape))
         return (
             value.op == "sum"
-            and value.shape[-1] > 1
+            and value.shape[-1:] not in ((), (1,))
             and any(not addend.model and not self._reached(addend)[0] for addend in addends)
         )
 

@@ -251,21 +251,6 @@ def _describe_factor(factor: Value | None) -> str:
     return "a number of the call" if is_scalar else "a number for each token"
 
 
-def _reorder_columns(form: Form, rows: Value, places: list[int]) -> Value:
-    """Returns ``rows`` [T, n] with their columns in another order.
-
-    If halves become pairs, axes are permuted, so that the graph needs no column numbers.
-    """
-    step = places[1] - places[0]
-    run = next((k for k, place in enumerate(places) if place != k * step), len(places))
-    if step > 1 and len(places) % (run * step) == 0:
-        pairs = torch.arange(len(places)).reshape(-1, run, step).transpose(1, 2)
-        if pairs.flatten().tolist() == places:
-            by_axes = form.reshape(rows, (rows.shape[0], -1, run, step))
-            return form.reshape(form.permute(by_axes, (0, 1, 3, 2)), rows.shape)
-    return form.take(rows, 1, places)
-
-
 def _products_with(site: Site, columns: set[int]) -> Iterator[Value]:
     """Yields the products of a site that have some of the columns."""
     for product, first, last in site.parts:
@@ -698,9 +683,8 @@ class _Joiner:
     def _rotated_claim(self, part: str, site: Site, rotated: _Rotated, rows: Value) -> Claim:
         """Returns the claim of a rotated part."""
         form = self.form
-        flat = _reorder_columns(
-            form, form.reshape(rows, (site.tokens, -1)), rotated.pairs.places.tolist()
-        )
+        flat = form.reshape(rows, (site.tokens, -1))
+        flat = form.take(flat, 1, rotated.pairs.places.tolist())
         flat = self._times(flat, rotated.factor, site is self.up)
         return self._claim(part, site, rotated.value, flat)
 
