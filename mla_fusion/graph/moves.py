@@ -66,7 +66,22 @@ def _(c: Call, x: Value, **dims: int) -> Value:
 
 @operator("slice", "slice_copy")
 def _(c: Call, x: Value, dim: int = 0, start: Any = None, end: Any = None, step: int = 1) -> Value:
+    if isinstance(end, Size) and not start and step == 1 and c.shape[dim] == end:
+        return _first_entries(c.form, x, dim % len(x.shape), end)
     return c.form.slice(x, dim, start, end, step)
+
+
+def is_open_part(value: Value) -> bool:
+    """True for the first entries of an axis, as many as a symbolic size says."""
+    return value.op == "opaque" and value.literal[0] == "slice"
+
+
+def _first_entries(form: Form, x: Value, dim: int, count: int) -> Value:
+    """The first entries of an axis. The number that ``count`` is bound to may be too large."""
+    shape = *x.shape[:dim], int(count), *x.shape[dim + 1 :]
+    if is_open(count) and count > x.shape[dim]:
+        return form.opaque("slice", dim, [x], shape, x.dtype)
+    return form.slice(x, dim, 0, count)
 
 
 @operator("narrow", "narrow_copy")
@@ -414,6 +429,11 @@ def _(
     first = start or 0
     is_symbolic = isinstance(start, Size) or isinstance(end, Size)
     is_run = is_symbolic and step == 1 and end is not None and end - first == src.shape[dim]
+    if is_run and (dim, first) == (0, 0) and strip_reshapes(src).op == "write":
+        memory, index, rows = strip_reshapes(src).sources
+        if strip_reshapes(memory) is _first_entries(c.form, x, 0, src.shape[0]):
+            flat = c.form.reshape(x, (-1, *rows.shape[1:]))
+            return c.form.reshape(c.form.write(flat, index, rows), x.shape)
     if is_run and _is_written_by_rows(c.form, x, src, dim):
         return _write_run(c, x, src, dim, first)
     first, last, step = slice(start, end, step).indices(x.shape[dim])
@@ -424,7 +444,9 @@ def _(
 
 def _is_written_by_rows(form: Form, x: Value, src: Value, dim: int) -> bool:
     """True if a part of ``x`` along ``dim`` is rows of an input, and gets new ones."""
-    is_memory = strip_reshapes(x).op == "leaf" and not x.active
+    inner = strip_reshapes(x)
+    inner = inner.sources[0] if is_open_part(inner) else inner
+    is_memory = inner.op == "leaf" and not x.active
     return src.active and not form.keeps_parts and is_memory and dim < len(x.shape) - 1
 
 

@@ -17,6 +17,7 @@ from torch.fx import Node
 from mla_fusion.fx.kinds import called
 from mla_fusion.fx.sizes import divides, known, same
 from mla_fusion.graph.form import MOVES, Value, order, strip, strip_reshapes
+from mla_fusion.graph.moves import is_open_part
 from mla_fusion.graph.numbers import ONE, is_open
 from mla_fusion.graph.read import Graph
 from mla_fusion.machine import Machine
@@ -182,6 +183,9 @@ def _find_write(
     """
     row_writes, changed_writes = list[Value](), list[tuple[Value, Value]]()
     for value in writes:
+        others = (other for other in writes if other.sources[1:] == value.sources[1:])
+        if is_open_part(strip_reshapes(value.sources[0])) and len([*others]) > 1:
+            continue  # a step on the way to a write of the whole cache
         written_rows = rewrites.of(value.sources[2])
         if _is_reshape_of(written_rows, rows):
             row_writes.append(value)

@@ -249,7 +249,7 @@ class Planner:
         """
         graph = self.graph
         claims = (
-            _read_back(graph, proposal, caches, proof) if isinstance(caches, InPlace) else proof
+            self._read_back(proposal, caches, proof) if isinstance(caches, InPlace) else proof
         )
         starts = [
             node
@@ -271,6 +271,27 @@ class Planner:
             detail = f"{len(region)} nodes of the prologue"
             raise Departure("graph.unread", detail, proposal.products)
         return Plan(graph, proposal, caches, claims, region, replaced)
+
+    def _read_back(self, proposal: Proposal, caches: InPlace, claims: list[Claim]) -> list[Claim]:
+        """Returns the claims with new rows read from the written caches, and claims for the caches.
+
+        In place the kernel returns no separate rows.
+        """
+        form, results = self.graph.form, proposal.results
+        leaves = {"kv_cache": results.kv_rows, "kr_cache": results.kr_rows}
+        rows = {
+            leaves[name]: form.gather(write.value, 0, caches.slots)
+            for name, write in caches.writes.items()
+        }
+        written = [write.value.sources[1:] for write in caches.writes.values()]
+        # a part of a cache, too, that is written on the way to the whole
+        writes = [
+            value
+            for value in self.projections.sites[proposal.x].writes
+            if value.sources[1:] in written
+        ]
+        cache_claims = [Claim("cache", value, value) for value in writes]
+        return [*claims_over(form, claims, rows), *cache_claims]
 
     def _stage(self, proposal: Proposal, claims: list[Claim], caches: Staged) -> Plan:
         """Returns a staged plan. Raises Departure if ``Config.staging`` forbids that."""
@@ -349,24 +370,6 @@ def _writer(graph: Graph, write: Write) -> Node | None:
             elif write.value in values:
                 return user
     return None
-
-
-def _read_back(
-    graph: Graph, proposal: Proposal, caches: InPlace, claims: list[Claim]
-) -> list[Claim]:
-    """Returns the claims with new rows read from the written caches, and claims for the caches.
-
-    In place the kernel returns no separate rows.
-    """
-    form, results = graph.form, proposal.results
-    leaves = {"kv_cache": results.kv_rows, "kr_cache": results.kr_rows}
-    rows = {
-        leaves[name]: form.gather(write.value, 0, caches.slots)
-        for name, write in caches.writes.items()
-    }
-    writes = caches.writes.values()
-    cache_claims = (Claim("cache", write.value, write.value) for write in writes)
-    return [*claims_over(form, claims, rows), *cache_claims]
 
 
 def _reads_rows_back(plan: Plan) -> bool:

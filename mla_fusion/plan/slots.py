@@ -21,6 +21,7 @@ import torch
 from mla_fusion.compat import guard
 from mla_fusion.graph import bounds
 from mla_fusion.graph.form import Shape, Value, filled_with, order
+from mla_fusion.graph.moves import is_open_part
 from mla_fusion.graph.numbers import is_open
 from mla_fusion.graph.read import Graph
 
@@ -76,7 +77,7 @@ def _trusted_inputs(index: Value, role: str) -> Roles | None:
         numbers = inner.literal.tensor.reshape(-1)
         is_distinct = len(numbers.unique()) == len(numbers) and int(numbers.min()) >= 0
         return {} if is_distinct else None
-    if inner.op == "opaque" and inner.literal[0] == "slice":  # of a number of rows that is open
+    if is_open_part(inner):
         return _trusted_inputs(inner.sources[0], role)
     if inner.op == "gather" and _are_distinct(inner.sources[1]):
         rows = inner.sources[0]

@@ -94,7 +94,10 @@ class Draws:
         self._rows, self._block = binding.size(rows), binding.size(block_size)
         if least:
             part_count = math.gcd(*(shape[0] for shape in caches.values()))
-            kept_parts = min(part_count, -(-(least + 2 * self._block) * part_count // self._rows))
+            roles = {role.partition(" ")[0] for role in leaves.values()}
+            has_sequences = "positions" in roles and "table" not in roles  # a part for each
+            needed = -(-(least + 2 * self._block) * part_count // self._rows)
+            kept_parts = min(part_count, max(needed, least if has_sequences else 0))
             for leaf, (block_count, *row_shape) in caches.items():
                 self._shapes[leaf] = block_count * kept_parts // part_count, *row_shape
             self._rows = self._rows * kept_parts // part_count
