@@ -133,7 +133,11 @@ def run(
 def _check_graph(gm: object) -> None:
     """Raises TypeError if it is no GraphModule, ValueError if a node has no ``meta["val"]``."""
     if not isinstance(gm, GraphModule):
-        hint = "; of an exported program it is program.module()" if hasattr(gm, "module") else ""
+        hint = (
+            "; of a program: program.run_decompositions({}).module()"
+            if hasattr(gm, "module")
+            else ""
+        )
         if isinstance(gm, Module):
             hint = "; a module is compiled: torch.compile(model, backend='mla_fusion')"
         raise TypeError(f"expected a torch.fx.GraphModule, got {type(gm).__name__}{hint}")

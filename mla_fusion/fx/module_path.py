@@ -10,7 +10,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from functools import cache, cached_property
 from itertools import chain
+from pathlib import Path
 
+import torch
 from torch.fx import Graph, Node
 
 from mla_fusion.fx.kinds import op_name
@@ -22,6 +24,7 @@ _FRAME = re.compile(
 
 
 _NEARLY_ALL = 0.8
+_TORCH = str(Path(torch.__file__).parent)
 
 
 def layer(nodes: Iterable[Node]) -> str:
@@ -191,11 +194,12 @@ def source(node: Node) -> str:
 
 @cache
 def _innermost(trace: str) -> str:
-    """Returns the last frame of a stack trace."""
+    """Returns the last frame of a stack trace outside torch, or else the last."""
     frames = list(_FRAME.finditer(trace))
     if not frames:
         return ""
-    last = frames[-1]
+    own = (frame for frame in reversed(frames) if not frame["file"].startswith(_TORCH))
+    last = next(own, frames[-1])
     # no code if the source was not a file
     code = f": {last['code'].strip()}" if last["code"] else ""
     return f"{last['file']}:{last['line']} in {last['function']}{code}"

@@ -248,9 +248,7 @@ class Planner:
         results.
         """
         graph = self.graph
-        claims = (
-            self._read_back(proposal, caches, proof) if isinstance(caches, InPlace) else proof
-        )
+        claims = self._read_back(proposal, caches, proof) if isinstance(caches, InPlace) else proof
         starts = [
             node
             for value in proposal.products

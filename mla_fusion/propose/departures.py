@@ -22,12 +22,13 @@ from torch.fx import Node
 
 from mla_fusion.fx import kinds
 from mla_fusion.fx.kinds import argument
-from mla_fusion.fx.module_path import label
+from mla_fusion.fx.module_path import Labels
 from mla_fusion.graph.call import RULES, name_of
 from mla_fusion.graph.departure import UNKNOWN, Departure
 from mla_fusion.graph.form import BYTES, MOVES, Value, filled_with, order, serial, strip
 from mla_fusion.graph.layout import Layout, Mixed, layout_of, token_layout
 from mla_fusion.propose.norms import radicands, read_norm
+from mla_fusion.propose.prologue import LATENT
 from mla_fusion.propose.quantised import operand_format, split_blocks, unquantised_rows
 from mla_fusion.propose.rotations import ROPE, rotated_pairs
 from mla_fusion.propose.sites import POINT, Projections, Site, readers_in_order, users_of
@@ -38,7 +39,7 @@ _QUANTISING = BYTES | {"size", "largest", "mxfp8", "power of two", "byte", "as"}
 _ROUNDING = _QUANTISING | {"whole", "to whole", "to"}
 _BRANCHES = ("cond", "while_loop", "scan", "map_impl")  # operators that run other graphs
 _CHANGING = "%s multiplies by %s, which is no weight that is equal for all calls"
-_CODES_OF_ANY_PART = ("step.random", "linear.bias", "linear.hidden", "tokens.cut")
+_CODES_OF_ANY_PART = ("step.random", "linear.bias", "linear.hidden", "tokens.cut", "graph.branch")
 # smooth functions; any other function of one value is a choice
 _SMOOTH = frozenset(
     """
@@ -132,7 +133,7 @@ class _NearMisses:
 
     def __init__(self, projections: Projections) -> None:
         self.projections, self.graph = projections, projections.graph
-        self.form = projections.form
+        self.form, self.labels = projections.form, Labels(self.graph.gm.graph)
 
     def near_misses(
         self, departures: Sequence[Departure], fused: set[Value]
@@ -193,7 +194,7 @@ class _NearMisses:
             dims = ", ".join(
                 self.graph.size_text(size) if isinstance(size, int) else str(size) for size in shape
             )
-            key = name if node is None else label(node), dims
+            key = name if node is None else self.labels.of(node), dims
             prefix = "another " if nodes_by_name.setdefault(key, node) is not node else ""
             names.append(f"{prefix}{name} [{dims}]")
         return reason.text % tuple(names)
@@ -331,11 +332,16 @@ class _NearMisses:
     def first_odd_step(self, layers: Sequence[Value], steps: Sequence[Value]) -> Reason | None:
         """Returns the first step after layers that is no step of a prologue, or None.
 
-        A step with a code of its own comes first.
+        A step that runs other graphs comes first, then one with a code of its own.
         """
         odd_steps = (self._odd_step(step, layers) for step in steps)
         reasons = filter(None, (*odd_steps, self._token_cut(layers, steps)))
-        return min(reasons, key=lambda reason: (not reason.code, reason.step.serial), default=None)
+
+        def rank(reason: Reason) -> tuple[bool, bool, int]:
+            """Returns which reason comes first."""
+            return reason.code != "graph.branch", not reason.code, reason.step.serial
+
+        return min(reasons, key=rank, default=None)
 
     def odd_step_below(self, layers: Sequence[Value]) -> Reason | None:
         """Returns the first step after layers, up to the next ones, that is odd, or None."""
@@ -344,7 +350,8 @@ class _NearMisses:
     def _odd_step(self, value: Value, layers: Sequence[Value]) -> Reason | None:
         """Returns why one step is no step of a prologue, or None."""
         op, node = value.op, self._node(value)
-        random_value = next(filter(self._is_random, (value, *value.sources)), None)
+        operands = order(source for source in value.sources if not source.active)
+        random_value = next(filter(self._is_random, (value, *operands)), None)
         if random_value is not None:
             return Reason("step.random", "%s is random", (random_value,))
         if op == "opaque":
@@ -487,7 +494,8 @@ class _NearMisses:
         if fault is not up.rows and (fault in down.roots or not is_wide):
             return self._key_reason(departure, down, up, layers)
         reason = self._quantisation_reason((*layers, layer), layer)
-        return reason or self._path_reason(layers, steps, layer, _find_norm(down, steps))
+        norm = _find_norm(down, steps, up.rows)
+        return reason or self._path_reason(layers, steps, layer, norm)
 
     def _path_reason(
         self, layers: Sequence[Value], steps: Sequence[Value], layer: Value, norm: Value | None
@@ -498,18 +506,19 @@ class _NearMisses:
         norm  the norm of the latents, if the steps have one
         """
         rows = _rows(layer)
+        if norm is None and not layers:
+            return None
         later_steps = [step for step in steps if norm is None or step.serial > norm.serial]
         cause = self.first_odd_step(layers if norm is None else [], later_steps)
         if cause is not None and (cause.code in _CODES_OF_ANY_PART or _EXCHANGES in cause.text):
             return cause
+        values: tuple[Value, ...] = layer, rows, layers[0] if norm is None else norm
         if norm is not None:
-            code, text, source = "q_lora.interrupted", "%s projects %s, not the norm %s", norm
-        elif layers:
-            text = "%s projects %s, which is no RMSNorm of %s"
-            code, source = "norm.absent", layers[0]
+            code, text = "q_lora.interrupted", "%s projects %s, not the norm %s"
+        elif strip(rows, *_MOVES) is strip(layers[0], *_MOVES):
+            code, text, values = "norm.absent", "%s projects %s, which is not normed", values[:2]
         else:
-            return None
-        values = layer, rows, source
+            code, text = "norm.absent", "%s projects %s, which is no RMSNorm of %s"
         if cause is None:
             return Reason(code, text, values, rows)
         return Reason(code, f"{text}; {cause.text}", (*values, *cause.values), cause.step)
@@ -588,17 +597,42 @@ class _NearMisses:
         if not other_layers:
             text = "%s projects %s; no RMSNorm of another latent is recognised beside it"
             return Reason("kv_latent.absent", text, (q_layer, down.rows), departure.values[0])
-        layer, text = other_layers[0], "%s projects %s; no RMSNorm of its columns is recognised"
+        layer, rows = other_layers[0], _rows(other_layers[0])
+        if x_format is None and rows is not down.rows:
+            text = "%s projects %s, and %s projects %s"
+            return Reason("kv_latent.absent", text, (layer, rows, q_layer, down.rows))
+        text = "%s projects %s; no RMSNorm of its columns is recognised"
         if cause is None:
+            is_unread = self._unread_columns(down) >= LATENT
+            text = "%s projects %s; nothing reads its latents" if is_unread else text
             return Reason("kv_latent.absent", text, (layer, down.rows))
         values = layer, down.rows, *cause.values
         return Reason("kv_latent.absent", f"{text}; {cause.text}", values, cause.step)
 
+    def _unread_columns(self, site: Site) -> int:
+        """Returns how many columns of a site nothing reads, but moves that nothing reads."""
+        live, unread = {*self.graph.live}, set(range(site.columns))
+        for value, reading in site.readings.items():
+            users = self.users.get(value, ())
+            if value in live or any(user.op not in MOVES for user in users):
+                both = reading.columns, reading.second_columns
+                unread.difference_update(*(side.tolist() for side in both if side is not None))
+        return len(unread)
+
     def _absorb_reason(self, departure: Departure, down: Site, up: Site) -> Reason | None:
         """Returns why no part of the query is multiplied by W_uk, or None."""
-        reasons = filter(None, map(self._weight_reason, self._heads_of(up)))
+        heads = self._heads_of(up)
+        if reason := next(filter(None, map(self._weight_reason, heads)), None):
+            return reason
+        for step in self.steps_below(up.layers):
+            is_argument = step.op == "dot" and strip(step.sources[1], *MOVES).op == "leaf"
+            if is_argument and step.shape[-1] == LATENT and not step.sources[1].model:
+                return Reason("linear.hidden", _CHANGING, (step, step.sources[1]))
         direct_query = None if rotated_pairs(up) else self._direct_query(down)
-        return next(reasons, None) or direct_query or self._odd_part(up)
+        if reason := direct_query or self._odd_part(up):
+            return reason
+        text = "%s multiplies %s, which is more than columns of %s"
+        return Reason("", text, (heads[0], _rows(heads[0]), up.roots[0])) if heads else None
 
     def _direct_query(self, down: Site) -> Reason | None:
         """Returns the reason if a query is made of x without latents, or None."""
@@ -657,8 +691,11 @@ class _NearMisses:
             (product.root for product in down.products if product.dot not in layers), down.roots[0]
         )
         if queries or keys:
+            value, other = (queries or keys)[0][0], root if queries else up.roots[0]
             text = f"%s is rotated, no {ROPE} columns of %s are"
-            return Reason("", text, ((queries or keys)[0][0], root if queries else up.roots[0]))
+            if queries and self._unread_columns(down) >= ROPE:
+                text = f"%s is rotated; nothing reads {ROPE} columns of %s"
+            return Reason("", text, (value, other), other)
         text = f"no {ROPE} columns of %s or %s are rotated, or left as they are"
         # a step may read products of both sites
         cause = self.odd_step_below([*up.layers, *down.layers])
@@ -749,11 +786,15 @@ def _sorted(values: Iterable[Value]) -> list[Value]:
     return sorted(values, key=serial)
 
 
-def _find_norm(down: Site, steps: Sequence[Value]) -> Value | None:
-    """Returns the last of the steps that is the norm of a whole row, or None."""
+def _find_norm(down: Site, steps: Sequence[Value], rows: Value) -> Value | None:
+    """Returns the last of the steps that is the norm of a whole row, or None.
+
+    rows  what the steps make: the norm may be some of its factors
+    """
     for value, reading in reversed(down.readings_of("normed")):
         is_row = len(reading.column_set) == len(reading.columns) == value.shape[-1]
-        if is_row and value in steps:
+        is_step = value in steps or (rows.op == "product" and {*value.sources} < {*rows.sources})
+        if is_row and is_step:
             with suppress(Departure):
                 read_norm(down, value, "latents")
                 return value

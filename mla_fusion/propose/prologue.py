@@ -248,7 +248,8 @@ def _describe_factor(factor: Value | None) -> str:
     if number is not None:
         return f"{float(number.literal[1]):g}"
     is_scalar = not strip(factor, *MOVES).shape
-    return "a number of the call" if is_scalar else "a number for each token"
+    owner = "model" if factor.model else "call"
+    return f"a number of the {owner}" if is_scalar else "a number for each token"
 
 
 def _products_with(site: Site, columns: set[int]) -> Iterator[Value]:
@@ -309,7 +310,9 @@ class _Joiner:
             if part.factor is not factor and not (is_by_tokens and part.factor is None):
                 factors = f"q_nope by {_describe_factor(factor)}, another part of the query by "
                 detail = factors + _describe_factor(part.factor)
-                raise Departure("scale.unequal", detail, [part.value])
+                raise Departure(
+                    "scale.unequal", detail, [(part if part.factor else parts[0]).value]
+                )
         if query.pairs.heads != heads:
             detail = f"{heads} heads are multiplied with W_uk, {query.pairs.heads} are rotated"
             code = "rope.heads_differ" if query.pairs.heads < heads else "absorb.absent"
@@ -489,13 +492,16 @@ class _Joiner:
         return set()
 
     def _factor(self, site: Site, value: Value) -> Value | None:
-        """Returns what the columns of a moved Value are multiplied by [T, 1], or None for 1."""
+        """Returns what the columns of a moved Value are multiplied by: a number, or [T, 1]. Returns
+        None for 1.
+        """
         (ones,) = site.readings[value].factors
         if bool((ones == 1).all()):
             return None
         form = self.form
         rows = to_rows(form, value, site.layouts[value], site.tokens)
-        return form.slice(fill_products(site, rows, form.number(1)), 1, 0, 1)
+        factor = form.slice(fill_products(site, rows, form.number(1)), 1, 0, 1)
+        return filled_with(factor) or factor
 
     # -- the key
 
@@ -554,19 +560,23 @@ class _Joiner:
         keys = sorted(
             down.readings_of("turned")[::-1], key=lambda item: abs(min(item[1].column_set) - end)
         )
-        scaled_parts = None
+        parts, is_number = list[tuple[_Rotated, _Rotated]](), factor and filled_with(factor)
         for value, query_pairs in queries:
             for key_value, reading in keys:
                 if len(reading.columns) != ROPE:
                     continue
                 key_pairs = read_pairs(reading, query_pairs)
                 if key_pairs is not None and torch.equal(key_pairs.diagonal, query_pairs.diagonal):
-                    return _Rotated(value, query_pairs), _Rotated(key_value, key_pairs)
-                scaled_parts = scaled_parts or self._scaled_parts(
+                    parts.append((_Rotated(value, query_pairs), _Rotated(key_value, key_pairs)))
+                    if not is_number:
+                        return parts[-1]
+                elif scaled := self._scaled_parts(
                     value, query_pairs, key_value, read_pairs(reading)
-                )
-        if scaled_parts is not None:
-            return scaled_parts
+                ):
+                    parts.append(scaled)
+        if parts:
+            factors = factor, None  # in this order
+            return min(parts, key=lambda pair: [pair[0].factor is not wanted for wanted in factors])
         normed_columns = {*query_norm.columns, *key_norm.columns}
         query = self._unrotated(up, absorbed, 0, factor)
         key = self._unrotated(down, normed_columns, ROPE, None)

@@ -237,8 +237,9 @@ CODES: dict[str, tuple[str, str]] = {
         "same (a cap far out, a term below rounding, another epsilon) is not the same.",
     ),
     "verify.mismatch": (
-        "The region and its replacement gave different numbers on seeded inputs.",
-        "This is a defect of the pass: please report the graph.",
+        "The region and its replacement gave different numbers on seeded inputs, or did not run.",
+        "If a step does not run, see whether it takes inputs of these shapes. Otherwise this is a "
+        "defect of the pass: please report the graph.",
     ),
     "pass.failed": (
         "The pass itself failed here; the prologue stays as it is.",

@@ -339,6 +339,8 @@ def explain(arguments: Namespace) -> int:
     graph, boundary = arguments.target, not arguments.pass_only
     with user_errors(CaptureError, DumpError, NotRebuilt):
         if not Path(graph).is_file():
+            if arguments.graph != 1:
+                raise UserError(f"--graph {arguments.graph} is for a file of several graphs")
             model, example = load_target(graph)
             graph, _ = capture(
                 model, *example, device="cpu", dynamic=arguments.dynamic, as_backend=boundary

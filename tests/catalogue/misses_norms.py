@@ -221,3 +221,16 @@ misses("norm", MISSES)
 class TokensFlippedBeforeNorm(Base):
     def down(self, x: Tensor) -> Tensor:
         return super().down(x).flip(0)
+
+
+@miss("q_lora.interrupted", tags="norm")
+class NormedTwice(Base):
+    def down(self, x: Tensor) -> Tensor:
+        return self.q_a_layernorm(self.q_a_proj(x))
+
+
+@miss("step.random", tags="norm")
+class NoiseOnTheLatent(Base):
+    def down(self, x: Tensor) -> Tensor:
+        rows = self.q_a_proj(x)
+        return rows + torch.randn_like(rows) * 0.01

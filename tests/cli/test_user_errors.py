@@ -189,6 +189,7 @@ def test_a_graph_without_mla_says_what_was_looked_for(tmp_path, capsys):
         "8)]\n"
         "    return torch.nn.Sequential(*layers), (torch.zeros(3, 8),)\n"
     )
+    assert cli.main(["explain", f"{file}:example", "--graph", "2"]) == 2
     assert cli.main(["explain", f"{file}:example"]) == 1
     said = capsys.readouterr().out
     assert "no MLA prologue in this graph" in said and "(W_dq, W_dkv_kr, W_uq_qr): 2" in said

@@ -160,3 +160,38 @@ def test_steps_through_operators_that_torch_makes_of_others(step: str) -> None:
     check(model, gm, args)
     with torch.no_grad(), pytest.raises(Exception, match="Guard failed"):
         gm(*paged_args(8))
+
+
+COPIES = {
+    "x": lambda x, cos: x[1:].copy_(x[:-1].clone()),
+    "tables": lambda x, cos: cos[1:].copy_(cos[:-1].clone()),
+    "whole": lambda x, cos: cos.copy_(cos.flip(0) + 1),
+}
+
+
+class Overwritten(Prologue):
+    """Copies into what the call reads, and into what its results are multiplied by."""
+
+    what = ""
+
+    def forward(self, x, cos, sin, kv_cache, kr_cache, slots):  # type: ignore[no-untyped-def]
+        q_nope, q_pe = self.query(x)
+        c_kv, k_pe = self.latent(x)
+        if self.what == "x":
+            COPIES["x"](x, cos)
+        c, s, factor = cos.unsqueeze(1), sin.unsqueeze(1), cos[:, 3:4, None]
+        query, q_pe = self.absorb(q_nope * factor), rotated(q_pe, c, s) * factor
+        kv_cache.view(-1, HCKV)[slots] = c_kv
+        kr_cache.view(-1, DR)[slots] = rotated(k_pe, cos, sin)
+        if self.what != "x":
+            COPIES[self.what](x, cos)
+        return query.float().sin(), q_pe.float().sin()
+
+
+@pytest.mark.parametrize("what", COPIES)
+def test_copies_into_what_is_read_come_after_it(what: str) -> None:
+    model, args = Overwritten(), paged_args()
+    model.what = what
+    gm = torch.export.export(model, args, strict=False).module()
+    assert isinstance(gm, GraphModule) and mf.fuse(gm).fused
+    check(model, gm, args)

@@ -101,3 +101,24 @@ def test_unfused_graph_is_refused_by_name() -> None:
     with pytest.raises(LoweringError, match=r"index_put") as refused:
         mf.lower(prologues.PagedRotateHalf(), *base.paged_args(), mode="ge", config=UNFUSED)
     assert "aten.index_put.default" in refused.value.operators
+
+
+class Interleaved(base.Base):
+    """Tables of full width, an entry for each number of a pair, and pairs in another order."""
+
+    places: list[int] | None = None
+
+    def rotate(self, x: Tensor, c: Tensor, s: Tensor) -> Tensor:
+        turned = torch.stack([-x[..., 1::2], x[..., ::2]], -1).flatten(-2)
+        rows = x * c + turned * s
+        return rows if self.places is None else rows[..., self.places]
+
+
+@pytest.mark.parametrize("is_shuffled", [False, True])
+def test_columns_in_another_order_on_a_device(is_shuffled: bool) -> None:
+    """A graph of a device cannot hold a list of column numbers that the pass makes."""
+    model = Interleaved()
+    if is_shuffled:
+        model.places = (torch.arange(base.DR) * 5 % base.DR).tolist()
+    lowering = mf.lower(model, *base.paged_args(), mode="npugraph_ex")
+    assert lowering.report is not None and lowering.report.fused, str(lowering.report)

@@ -128,3 +128,38 @@ def test_tokens_that_may_be_none() -> None:
     _run_beside(model, torch.compile(model, backend="mla_fusion"), args)
     (fusion,) = mf.reports()[-1].fused
     assert any("is at least 1" in line for line in fusion.assumptions), fusion.assumptions
+
+
+class OfSequences(Base):
+    """Rows of some sequences, from a position on, in caches of a fixed size."""
+
+    def forward(self, x, cos, sin, kv_cache, kr_cache, start):  # type: ignore[no-untyped-def,override]
+        batch, length, _ = x.shape
+        q_nope, q_pe = self.query(x)
+        c_kv, k_pe = self.latent(x)
+        kv_cache[:batch, start : start + length] = c_kv
+        kr_cache[:batch, start : start + length] = self.rotate(k_pe, cos, sin)
+        query = torch.einsum("bsnd,ndc->bsnc", q_nope, self.w_uk())
+        return query, self.rotate(q_pe, cos.unsqueeze(1), sin.unsqueeze(1))
+
+
+def test_some_sequences_from_a_position_on() -> None:
+    model = OfSequences()
+    x, cos, sin, *_ = paged_args(6)
+    caches = torch.zeros(8, 64, HCKV).bfloat16(), torch.zeros(8, 64, DR).bfloat16()
+    model.register_buffer("kv_cache", caches[0])
+    model.register_buffer("kr_cache", caches[1])
+
+    def run(x: Tensor, cos: Tensor, sin: Tensor, start: int) -> Any:
+        return model(x, cos, sin, model.kv_cache, model.kr_cache, start)
+
+    step = torch.compile(run, backend=mf.backend(), dynamic=True)
+    with torch.no_grad():
+        step(x.view(3, 2, -1), cos[:2], sin[:2], 7)
+        assert [item.placement for item in mf.reports()[-1].fused] == ["in place"]
+        for start, batch, length in ((11, 2, 3), (0, 6, 1)):
+            args = x.view(batch, length, -1), cos[:length], sin[:length], start
+            expected = run(*args)
+            rows = model.kv_cache.clone()
+            model.kv_cache.copy_(caches[0])
+            assert not differs(expected, step(*args)) and not differs(rows, model.kv_cache)

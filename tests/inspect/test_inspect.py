@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -138,6 +139,12 @@ def test_dot(tmp_path):
 def test_unknown_suffix(tmp_path):
     with pytest.raises(ExportError, match=r"the suffix must be \.dot; `dot -Tsvg` draws it"):
         export(fixture("fused.pbtxt"), tmp_path / "graph.svg")
+
+
+@pytest.mark.parametrize("use", [summarise, partial(export, path="a.dot"), partial(diff, None)])
+def test_what_is_no_dump(use):
+    with pytest.raises(TypeError, match="expected what mla_fusion"):
+        use("fused.pbtxt")
 
 
 # -- the command line

@@ -65,7 +65,7 @@ def audit(
     which the two part. Raises ValueError if there is no reference.
 
     Raises ContractError for limits that no table has, and ValueError for a tolerance that is no
-    positive number.
+    positive number, and for inputs on which the reference returns no finite number but 0.
     """
     limits("npu_mla_prolog_v3", soc, cann, path)  # knows the names
     is_number = isinstance(tolerance, (int, float))
@@ -108,6 +108,11 @@ def audit(
         "a thousandth of x": memory.scale(inputs, _SMALL, x.shape[-1]),
     }
     expected = [values_of(reference, draw) for draw in draws.values()]
+    outputs = [value for name, value in expected[0].after.items() if name.startswith("output")]
+    if outputs and not any(bool((value.isfinite() & (value != 0)).any()) for value in outputs):
+        raise ValueError(
+            "inputs: the reference returns no finite number but 0 on them, which shows nothing"
+        )
     dtypes = {value.dtype for call in calls for value in memory.tensors_in(call.arguments)}
     limit = tolerance
     if limit is None:

@@ -33,6 +33,14 @@ def read(path: str | Path, graph: int = 1) -> Dump:
         raise DumpError(error.message, error.line, path) from None
 
 
+def checked(dump: object) -> Dump:
+    """Returns the dump. Raises TypeError for anything else."""
+    if not isinstance(dump, Dump):
+        found = type(dump).__name__
+        raise TypeError(f"dump: expected what mla_fusion.inspect.read returns, got {found}")
+    return dump
+
+
 def _format_of(text: str) -> str:
     """Returns the key in FORMATS for the text of a file. Raises DumpError for any other text."""
     if python_text.CLASS.search(text):

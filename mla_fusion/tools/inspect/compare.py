@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from difflib import SequenceMatcher, unified_diff
 
 from mla_fusion.report import text_tables
-from mla_fusion.tools.dumps import Dump, Edge, Operator
+from mla_fusion.tools.dumps import Dump, Edge, Operator, checked
 from mla_fusion.tools.inspect.operator_kinds import ENDS, INPUTS
 
 
@@ -75,9 +75,9 @@ def diff(first: Dump, second: Dump) -> Difference:
 
     first, second  as :func:`read` returns them
 
-    Raises ValueError for an FX and a GE graph.
+    Raises ValueError for an FX and a GE graph, TypeError for anything else.
     """
-    if first.is_fx != second.is_fx:
+    if checked(first).is_fx != checked(second).is_fx:
         raise ValueError("an FX graph and a GE graph have no operators in common")
     # Generated Python leaves out attributes that have their defaults.
     by_attributes = (first.format == "python") == (second.format == "python")

@@ -11,7 +11,7 @@ from mla_fusion.compat import OpOverload, given_by_name
 from mla_fusion.config import Config
 from mla_fusion.graph.decompose import is_known
 from mla_fusion.report import text_tables
-from mla_fusion.tools.dumps import Dump, Operator, Value, names
+from mla_fusion.tools.dumps import Dump, Operator, Value, checked, names
 from mla_fusion.tools.dumps.model import Attributes
 from mla_fusion.tools.inspect.copies import Copy, find_copies
 from mla_fusion.tools.inspect.explain import NotRebuilt, explain_dump
@@ -103,8 +103,10 @@ def summarise(dump: Dump) -> Summary:
     """Returns what is in a dump. Unfused prologues are those that ``explain`` finds; nothing runs.
 
     dump  as :func:`read` returns it
+
+    Raises TypeError for anything else.
     """
-    kernels = [operator for operator in dump.operators if is_prologue(operator.type)]
+    kernels = [operator for operator in checked(dump).operators if is_prologue(operator.type)]
     return Summary(
         dump=str(dump),
         graph=dump.graph,

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from mla_fusion.report import text_tables
-from mla_fusion.tools.dumps import Dump, Value
+from mla_fusion.tools.dumps import Dump, Value, checked
 from mla_fusion.tools.inspect.operator_kinds import ENDS, HELD, is_prologue
 
 _HEAD = """\
@@ -25,12 +25,14 @@ def export(dump: Dump, path: str | Path) -> Path:
 
     dump  as :func:`read` returns it
     path  its suffix is .dot
+
+    Raises TypeError for what is no dump, ExportError for another suffix.
     """
     path = Path(path)
     if path.suffix != ".dot":
         raise ExportError(f"{path.name}: the suffix must be .dot; `dot -Tsvg` draws it")
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(_dot(dump), encoding="utf-8")
+    path.write_text(_dot(checked(dump)), encoding="utf-8")
     return path
 
 
