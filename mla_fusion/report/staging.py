@@ -19,7 +19,7 @@ REMEDIES: dict[str, str] = {
     ),
     "cache.rows_changed": (
         "Write the rows as the norm and the rotation leave them; for int8 rows, hold W_uq_qr in "
-        "int8, too."
+        "int8, too, and with one scale for all rows quantise the query (docs/limits.md)."
     ),
     "cache.not_written": (
         "Pass the caches to the compiled function and write the rows there: "
