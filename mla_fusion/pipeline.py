@@ -225,7 +225,11 @@ class Pass:
         for plan in self.plans:
             self._record.add_fusion(plan, outcomes[plan])
         fused = [value for plan in self.plans for value in plan.proposal.products]
-        for departure in departures_to_report(self._projections, departures, fused):
+        try:
+            near_misses = departures_to_report(self._projections, departures, fused)
+        except Exception as error:  # a defect in a reason costs no fusion
+            near_misses = [_defect(error, self.config)]
+        for departure in near_misses:
             self._record.add_rejection(self._first_cause(departure), departure.site)
         for departure in _in_bodies(self.graph):
             self._record.add_rejection(departure, departure.values)
