@@ -17,8 +17,8 @@ CODES: dict[str, tuple[str, str]] = {
         "Nothing: the kernel has no form without a query LoRA.",
     ),
     "q_lora.interrupted": (
-        "A step that the kernel does not have, such as a collective, stands between the query "
-        "latent's norm and W_uq_qr.",
+        "A step that the kernel does not have, such as a gate or a second norm, stands between "
+        "the query latent's norm and W_uq_qr.",
         "Move the step: gather x or the query, and leave c_q to the kernel.",
     ),
     "kv_latent.absent": (

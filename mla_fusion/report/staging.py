@@ -24,7 +24,7 @@ REMEDIES: dict[str, str] = {
     "cache.not_written": (
         "Pass the caches to the compiled function and write the rows there: "
         "kv_cache.view(-1, Hckv)[slots] = c_kv; kr_cache.view(-1, Dr)[slots] = k_pe. Rows "
-        "that go to no cache stay staged."
+        "that go to no cache, or only behind a graph break, stay staged."
     ),
     "cache.writer": (
         "Write whole rows by index_put, index_copy, scatter or npu_scatter_nd_update_, or by "
