@@ -22,13 +22,7 @@ import torch
 from torch.fx import Graph as FxGraph
 from torch.fx import GraphModule, Node
 
-from mla_fusion.compat import (
-    Mod,
-    OpOverload,
-    guarded_equal,
-    hint_of,
-    tree_map,
-)
+from mla_fusion.compat import Mod, OpOverload, guarded_equal, hint_of, storage_id, tree_map
 from mla_fusion.fx import registered
 from mla_fusion.fx.aliases import keeps_memory, may_share, viewed_by, written_arguments
 from mla_fusion.fx.kinds import Signature, attribute, is_literal, is_reshape, signature
@@ -119,6 +113,7 @@ class Graph:
         self.changed: dict[Node, Reading] = {}
         self.assumed: dict[Node, tuple[str, ...]] = {}
         self._has_memory: bool | None = None  # what ``keeps_memory`` says
+        self._attributes: dict[int, list[Node]] = {}  # by memory
         self._bases: dict[Node, Node] = {}
         self._aliases: dict[Node, list[Node]] = {}
 
@@ -342,7 +337,7 @@ class Graph:
                 return self._leaf(node.name, meta_value, node in self.parameters)
             return self.size(meta_value) if isinstance(meta_value, (int, torch.SymInt)) else None
         if node.op == "get_attr":
-            return self._attribute(node)
+            return self._read_attribute(node)
         if isinstance(meta_value, (torch.SymInt, int)) and not isinstance(meta_value, bool):
             return self.size(meta_value)
         if node.target is python.getitem:
@@ -361,6 +356,10 @@ class Graph:
         for operand in written_arguments(node) if schema.is_mutable else ():
             base = self.base(operand)
             self.writers.setdefault(base, []).append(node)
+            for twin in self._attributes_beside(base):
+                if twin is not base:
+                    self.writers.setdefault(twin, []).append(node)
+                    self._replace_reading(twin, self._opaque_memory(twin, node.name))
             if base.op != "call_function":
                 self.effects.add(node)
             if schema.is_in_place:
@@ -386,6 +385,12 @@ class Graph:
         if self._has_memory is None:  # asked once for a graph
             self._has_memory = keeps_memory(node.graph)
         return viewed_by(node, self._has_memory)
+
+    def _attributes_beside(self, node: Node) -> list[Node]:
+        """Returns the nodes read so far that hold an attribute in the memory of this one's."""
+        tensor = attribute(node)
+        is_tensor = isinstance(tensor, torch.Tensor)
+        return self._attributes.setdefault(storage_id(tensor), []) if is_tensor else []
 
     def _note_alias(self, node: Node) -> None:
         base = self.base(node)
@@ -499,6 +504,15 @@ class Graph:
         # one number, such as an adapter's, may be part of a weight
         is_scalar = not shape and tensor.is_floating_point()
         return self.form.leaf(name, shape, tensor.dtype, model or is_scalar)
+
+    def _read_attribute(self, node: Node) -> Reading:
+        """The reading of an attribute. Another node may have changed its memory."""
+        reading, twins = self._attribute(node), self._attributes_beside(node)
+        is_written = any(twin in self.writers for twin in twins)
+        twins.append(node)
+        if is_written and isinstance(reading, Value):
+            return self.form.opaque("memory", node.name, [reading], reading.shape, reading.dtype)
+        return reading
 
     def _attribute(self, node: Node) -> Reading:
         """The reading of an attribute: a constant for a small tensor of literals, else a leaf."""

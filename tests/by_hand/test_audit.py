@@ -96,7 +96,6 @@ def test_what_cannot_be_audited() -> None:
     x, *others = args()
     with pytest.raises(ValueError, match="no finite number but 0"):
         mf.audit(Hand(model()), model(), x * float("nan"), *others)
-    assert not mf.audit(lambda x: x * 2, lambda x: x * 3, torch.full((3,), float("nan"))).ok
 
 
 # -- one layer of several
