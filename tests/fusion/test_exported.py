@@ -4,10 +4,13 @@ sizes that no step asks for.
 
 from __future__ import annotations
 
+from copy import deepcopy
+
 import pytest
 import torch
 from torch import Tensor
 from torch.fx import GraphModule
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.functional import dropout
 
 import mla_fusion as mf
@@ -195,3 +198,19 @@ def test_copies_into_what_is_read_come_after_it(what: str) -> None:
     gm = torch.export.export(model, args, strict=False).module()
     assert isinstance(gm, GraphModule) and mf.fuse(gm).fused
     check(model, gm, args)
+
+
+class GammaOverwritten(Base):
+    def extra(self, c_q_raw: Tensor, c_q: Tensor, k_pe: Tensor) -> Tensor:
+        gamma = self.q_a_layernorm.weight
+        gamma[::2].copy_(gamma[::2].roll(1))
+        return gamma.clone()
+
+
+def test_an_attribute_that_two_nodes_read_is_one_memory() -> None:
+    model, args = GammaOverwritten(), paged_args()
+    before = deepcopy(model)
+    with torch.no_grad():
+        gm = make_fx(lambda *a: model(*a), tracing_mode="fake", _allow_non_fake_inputs=True)(*args)
+    assert not mf.fuse(gm).fused
+    check(before, gm, args)
