@@ -34,6 +34,7 @@ from mla_fusion.observe.clock import Clock, default_device_cpu, use_cpu_threads
 from mla_fusion.observe.record import Record, describe_absence
 from mla_fusion.plan import policy
 from mla_fusion.plan.caches import InPlace
+from mla_fusion.plan.contract import lowering_departure
 from mla_fusion.plan.outputs import Partition, departure_at, partition_nodes
 from mla_fusion.plan.plan import Plan
 from mla_fusion.plan.planner import Planner
@@ -168,7 +169,7 @@ def _run_or_report_defect(
             one_pass.commit(gm, builder)
         return report
     except Exception as error:
-        reason = _defect(error, report.config)
+        reason = error if isinstance(error, Departure) else _defect(error, report.config)
         rejections = [Rejection(reason.code, message(reason.code, reason.detail))]
         return Report(report.config, rejected=rejections, committed=report.committed)
     finally:
@@ -275,8 +276,11 @@ class Pass:
         new_module = workplace(self.graph.gm)
         builder = builder_of(new_module, old_graph)
         writer = Writer(self.graph, self._partition, self.plans, builder)
-        with builder.propagating():
-            writer.write()
+        try:
+            with builder.propagating():
+                writer.write()
+        except LookupError as error:  # a step in place stands between a result and an argument
+            raise lowering_departure(self.plans[0], error) from error
         strides.follow(builder, writer.replaced_reads, keeps_strides)
         memory.follow(builder, gm.graph, keeps_strides)
         builder.finish()

@@ -106,13 +106,23 @@ class Writer:
             return True
         if node not in self.partition.kept or node in self.graph.effects:
             return False
-        nodes = reached(
-            [node],
-            lambda current: (
-                source for source in current.all_input_nodes if not self._is_written(source)
-            ),
-        )
-        return self._open.isdisjoint(nodes)
+        nodes = [
+            *reached(
+                [node],
+                lambda current: (
+                    source for source in current.all_input_nodes if not self._is_written(source)
+                ),
+            )
+        ]
+        return self._open.isdisjoint(nodes) and not any(map(self._reads_later_memory, nodes))
+
+    def _reads_later_memory(self, node: Node) -> bool:
+        """Returns True if the node reads memory after a step whose copy is not written yet."""
+        for source in node.all_input_nodes:
+            writers = self.graph.writers.get(self.graph.base(source), ())
+            if any(source < step < node and step not in self.b.copies for step in writers):
+                return True
+        return False
 
     def _is_written(self, node: Node) -> bool:
         """Returns True if the new graph has a node for this one."""
