@@ -73,9 +73,14 @@ def departure_at(graph: Graph, node: Node, code: str, detail: str) -> Departure:
 
 
 def first_nodes(graph: Graph, values: Iterable[Value]) -> list[Node]:
-    """Returns the first node that holds each Value, in order."""
-    holders = map(graph.nodes_in_any_shape, values)
-    return sorted({nodes[0] for nodes in holders if nodes})
+    """Returns the first node that holds each Value, or a number times it, in order."""
+    return sorted({nodes[0] for value in values if (nodes := holders(graph, value))})
+
+
+def holders(graph: Graph, value: Value) -> list[Node]:
+    """Returns the nodes that hold a Value, or a number times it, in any shape."""
+    multiples = graph.multiples.get(value, [value])
+    return [node for multiple in multiples for node in graph.nodes_in_any_shape(multiple)]
 
 
 def source_nodes(

@@ -23,7 +23,7 @@ from mla_fusion.graph.read import Graph, values_of
 from mla_fusion.meta import limits
 from mla_fusion.plan import contract, policy
 from mla_fusion.plan.caches import PAIRS, InPlace, Obstacle, Staged, Write, place_rows
-from mla_fusion.plan.outputs import is_size
+from mla_fusion.plan.outputs import holders, is_size
 from mla_fusion.plan.plan import Plan
 from mla_fusion.plan.region import find_region
 from mla_fusion.plan.structure import structure_of
@@ -249,12 +249,7 @@ class Planner:
         """
         graph = self.graph
         claims = self._read_back(proposal, caches, proof) if isinstance(caches, InPlace) else proof
-        starts = [
-            node
-            for value in proposal.products
-            for multiple in graph.multiples.get(value, [value])
-            for node in graph.nodes_in_any_shape(multiple)
-        ]
+        starts = [node for value in proposal.products for node in holders(graph, value)]
         writers = (_writer(graph, write) for write in caches.writes.values())
         starts += filter(None, writers)
         try:
