@@ -103,7 +103,7 @@ class Writer:
     def _is_usable(self, node: Node) -> bool:
         """Returns True if lowering may read the node."""
         if node.op in INPUTS or node in self.b.copies:
-            return True
+            return not self._is_overwritten(node, node)
         if node not in self.partition.kept or node in self.graph.effects:
             return False
         nodes = [
@@ -114,15 +114,19 @@ class Writer:
                 ),
             )
         ]
-        return self._open.isdisjoint(nodes) and not any(map(self._reads_later_memory, nodes))
+        return self._open.isdisjoint(nodes) and not any(
+            self._is_overwritten(source, reader)
+            for reader in nodes
+            for source in reader.all_input_nodes
+        )
 
-    def _reads_later_memory(self, node: Node) -> bool:
-        """Returns True if the node reads memory after a step whose copy is not written yet."""
-        for source in node.all_input_nodes:
-            writers = self.graph.writers.get(self.graph.base(source), ())
-            if any(source < step < node and step not in self.b.copies for step in writers):
-                return True
-        return False
+    def _is_overwritten(self, source: Node, reader: Node) -> bool:
+        """Returns True if a step that is not in the new graph yet writes the memory of a node
+        before a reader of it. Of nodes that read one attribute, the first counts.
+        """
+        base = self.graph.base(source)
+        start, steps = base if source.op == "get_attr" else source, self.graph.writers.get(base, ())
+        return any(start < step < reader and step not in self.b.copies for step in steps)
 
     def _is_written(self, node: Node) -> bool:
         """Returns True if the new graph has a node for this one."""

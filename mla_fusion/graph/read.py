@@ -113,7 +113,7 @@ class Graph:
         self.changed: dict[Node, Reading] = {}
         self.assumed: dict[Node, tuple[str, ...]] = {}
         self._has_memory: bool | None = None  # what ``keeps_memory`` says
-        self._attributes: dict[int, list[Node]] = {}  # by memory
+        self._attributes: dict[int, Node] = {}  # by memory, the first that reads it
         self._bases: dict[Node, Node] = {}
         self._aliases: dict[Node, list[Node]] = {}
 
@@ -337,6 +337,7 @@ class Graph:
                 return self._leaf(node.name, meta_value, node in self.parameters)
             return self.size(meta_value) if isinstance(meta_value, (int, torch.SymInt)) else None
         if node.op == "get_attr":
+            self._note_alias(node)
             return self._read_attribute(node)
         if isinstance(meta_value, (torch.SymInt, int)) and not isinstance(meta_value, bool):
             return self.size(meta_value)
@@ -356,10 +357,6 @@ class Graph:
         for operand in written_arguments(node) if schema.is_mutable else ():
             base = self.base(operand)
             self.writers.setdefault(base, []).append(node)
-            for twin in self._attributes_beside(base):
-                if twin is not base:
-                    self.writers.setdefault(twin, []).append(node)
-                    self._replace_reading(twin, self._opaque_memory(twin, node.name))
             if base.op != "call_function":
                 self.effects.add(node)
             if schema.is_in_place:
@@ -381,16 +378,15 @@ class Graph:
         return base
 
     def viewed(self, node: Node) -> Node | None:
-        """The operand in whose memory a node lies; None if it has memory of its own."""
+        """The node in whose memory a node lies: an operand, or the first that reads the same
+        attribute. None if it has memory of its own.
+        """
+        if node.op == "get_attr":
+            first = self._first_of_memory(node)
+            return None if first is node else first
         if self._has_memory is None:  # asked once for a graph
             self._has_memory = keeps_memory(node.graph)
         return viewed_by(node, self._has_memory)
-
-    def _attributes_beside(self, node: Node) -> list[Node]:
-        """Returns the nodes read so far that hold an attribute in the memory of this one's."""
-        tensor = attribute(node)
-        is_tensor = isinstance(tensor, torch.Tensor)
-        return self._attributes.setdefault(storage_id(tensor), []) if is_tensor else []
 
     def _note_alias(self, node: Node) -> None:
         base = self.base(node)
@@ -405,7 +401,9 @@ class Graph:
         while current is not base and isinstance(value, Value):
             viewed = self.viewed(current)
             assert viewed is not None
-            if current.target is python.getitem and viewed is not current.args[0]:
+            if current.op == "get_attr":
+                value = value if attribute(current) is attribute(viewed) else None
+            elif current.target is python.getitem and viewed is not current.args[0]:
                 value = None
             elif current.target is python.getitem:
                 value, viewed = self._undo_part(viewed, current, value), viewed.all_input_nodes[0]
@@ -418,7 +416,9 @@ class Graph:
         if base.op == "placeholder" and isinstance(value, Value):
             self.written[base] = value
         for alias in self._aliases.get(base, ()):
-            if signature(alias.target).is_in_place:
+            if alias.op == "get_attr":
+                reading = self._read_attribute(alias)
+            elif signature(alias.target).is_in_place:
                 reading = self.argument(alias.args[0])
             elif alias.target is python.getitem:
                 items, place = self.argument(list(alias.args))
@@ -506,13 +506,20 @@ class Graph:
         return self.form.leaf(name, shape, tensor.dtype, model or is_scalar)
 
     def _read_attribute(self, node: Node) -> Reading:
-        """The reading of an attribute. Another node may have changed its memory."""
-        reading, twins = self._attribute(node), self._attributes_beside(node)
-        is_written = any(twin in self.writers for twin in twins)
-        twins.append(node)
-        if is_written and isinstance(reading, Value):
-            return self.form.opaque("memory", node.name, [reading], reading.shape, reading.dtype)
-        return reading
+        """The reading of an attribute. A step may have changed its memory by another node."""
+        first = self._first_of_memory(node)
+        if first is node:
+            return self._attribute(node)
+        if attribute(first) is attribute(node):
+            return self.readings[first]
+        is_written = first in self.changed
+        return self._opaque_memory(first, node.name) if is_written else self._attribute(node)
+
+    def _first_of_memory(self, node: Node) -> Node:
+        """The first node that reads an attribute in the memory of this one's."""
+        tensor = attribute(node)
+        is_tensor = isinstance(tensor, torch.Tensor)
+        return self._attributes.setdefault(storage_id(tensor), node) if is_tensor else node
 
     def _attribute(self, node: Node) -> Reading:
         """The reading of an attribute: a constant for a small tensor of literals, else a leaf."""
