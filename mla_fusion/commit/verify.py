@@ -59,7 +59,7 @@ class Verifier:
 
     def verify(self, plan: Plan) -> Outcome:
         """Returns the outcome of verification. Raises Departure ``verify.mismatch`` if the values
-        differ.
+        differ, ``graph.not_functional`` if steps in place may be why.
         """
         if self._config.verify == "off":
             return Outcome("not verified (Config.verify is 'off')")
@@ -72,7 +72,10 @@ class Verifier:
             try:
                 outcome = _compare_plan(plan)
             except Mismatch as error:
-                raise Departure("verify.mismatch", str(error), plan.proposal.products) from error
+                # the old nodes run without steps in place that they do not read
+                is_functional = not self._graph.early_writes
+                code = "verify.mismatch" if is_functional else "graph.not_functional"
+                raise Departure(code, str(error), plan.proposal.products) from error
             except LookupError as error:
                 raise lowering_departure(plan, error) from error
         self._layers[plan.structure] = module_path.layer(plan.products) or plan.products[0].name
