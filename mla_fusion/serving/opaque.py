@@ -22,7 +22,12 @@ KNOWN = {
 
 
 def opaque_operators(gm: GraphModule) -> Counter[str]:
-    """Returns how often each operator outside of ATen and torch_npu is called, by schema name."""
+    """Returns how often each operator outside of ATen and torch_npu is called, by schema name.
+
+    Raises TypeError for what is no graph.
+    """
+    if not isinstance(gm, GraphModule):
+        raise TypeError(f"expected a torch.fx.GraphModule, got {type(gm).__name__}")
     names = filter(None, map(op_name, gm.graph.nodes))
     return Counter(name for name in names if name.partition("::")[0] not in _TRANSPARENT)
 

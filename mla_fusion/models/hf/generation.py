@@ -63,6 +63,8 @@ class DecodeStep(nn.Module):
 
     def __init__(self, model: nn.Module, cache: Any) -> None:
         super().__init__()
+        if not hasattr(cache, "tensors"):
+            raise TypeError(f"cache: expected hf.MlaPagedCache, got {type(cache).__name__}")
         self.model = model
         self.cache = cache
         self._pages = cache.tensors()  # lowering moves the tensors that it finds in modules

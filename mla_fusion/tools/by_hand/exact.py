@@ -89,7 +89,8 @@ def compare(fused: Target, reference: Target, inputs: Inputs) -> Audit:
     except Exception as error:  # torch's export fails, or the field does not know a step
         node = getattr(error, "node", None)
         line = source(node) if isinstance(node, Node) else ""
-        text = f"not decided: {first_line(error)}"
+        cause = error if isinstance(error, _NotDecided) else first_line(error)
+        text = f"not decided: {cause}"
         return Audit((), (Finding("not.decided", text, line=line, certain=False),))
 
 
