@@ -518,8 +518,8 @@ class Graph:
     def _first_of_memory(self, node: Node) -> Node:
         """The first node that reads an attribute in the memory of this one's."""
         tensor = attribute(node)
-        is_tensor = isinstance(tensor, torch.Tensor)
-        return self._attributes.setdefault(storage_id(tensor), node) if is_tensor else node
+        has_memory = isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided
+        return self._attributes.setdefault(storage_id(tensor), node) if has_memory else node
 
     def _attribute(self, node: Node) -> Reading:
         """The reading of an attribute: a constant for a small tensor of literals, else a leaf."""
