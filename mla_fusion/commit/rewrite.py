@@ -106,14 +106,14 @@ class Writer:
             return not self._is_overwritten(node, node)
         if node not in self.partition.kept or node in self.graph.effects:
             return False
-        nodes = [
-            *reached(
+        nodes = list(
+            reached(
                 [node],
                 lambda current: (
                     source for source in current.all_input_nodes if not self._is_written(source)
                 ),
             )
-        ]
+        )
         return self._open.isdisjoint(nodes) and not any(
             self._is_overwritten(source, reader)
             for reader in nodes

@@ -11,7 +11,6 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,10 +25,9 @@ from mla_fusion.compat import (
 )
 from mla_fusion.compile.dynamo import mark_numbers, naming, specialise
 from mla_fusion.compile.fakes import relocate
+from mla_fusion.fx.module_path import describe_frame, frames_outside_torch
 
 Inputs = list[Any]
-
-_TORCH = str(Path(torch.__file__).parent)
 
 
 class CaptureError(RuntimeError):
@@ -146,9 +144,6 @@ def check_arguments(target: Callable[..., Any], args: tuple[Any, ...]) -> None:
 
 
 _RAISED = re.compile(r"(?:raised exception|\bgot) (\w+\(.*)")
-_LINE = re.compile(
-    r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)\n\s*(?P<code>.*)'
-)
 
 
 def _why(text: str) -> str:
@@ -157,10 +152,8 @@ def _why(text: str) -> str:
     text  dynamo's error message
     """
     cause, _, stack = text.partition("from user code:")
-    frames = [frame for frame in _LINE.finditer(stack) if not frame["file"].startswith(_TORCH)]
-    where = ""
-    if frames:
-        where = "\n  at {file}:{line} in {function}: {code}".format(**frames[-1].groupdict())
+    frames = frames_outside_torch(stack)
+    where = f"\n  at {describe_frame(frames[-1])}" if frames else ""
     raised = _RAISED.search(cause)
     if raised is not None:
         return f"fails when it is run: {raised[1].rstrip()}{where}"

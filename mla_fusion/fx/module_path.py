@@ -195,11 +195,17 @@ def source(node: Node) -> str:
 @cache
 def _innermost(trace: str) -> str:
     """Returns the last frame of a stack trace outside torch, or else the last."""
-    frames = list(_FRAME.finditer(trace))
-    if not frames:
-        return ""
-    own = (frame for frame in reversed(frames) if not frame["file"].startswith(_TORCH))
-    last = next(own, frames[-1])
+    frames = frames_outside_torch(trace) or list(_FRAME.finditer(trace))
+    return describe_frame(frames[-1]) if frames else ""
+
+
+def frames_outside_torch(trace: str) -> list[re.Match[str]]:
+    """Returns the frames of a stack trace that are of no file of torch's, innermost last."""
+    return [frame for frame in _FRAME.finditer(trace) if not frame["file"].startswith(_TORCH)]
+
+
+def describe_frame(frame: re.Match[str]) -> str:
+    """Returns a frame as ``file:line in function: code``."""
     # no code if the source was not a file
-    code = f": {last['code'].strip()}" if last["code"] else ""
-    return f"{last['file']}:{last['line']} in {last['function']}{code}"
+    code = f": {frame['code'].strip()}" if frame["code"] else ""
+    return f"{frame['file']}:{frame['line']} in {frame['function']}{code}"

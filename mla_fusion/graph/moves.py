@@ -72,7 +72,7 @@ def _(c: Call, x: Value, dim: int = 0, start: Any = None, end: Any = None, step:
 
 
 def is_open_part(value: Value) -> bool:
-    """True for the first entries of an axis, as many as a symbolic size says."""
+    """True for a slice of which only symbolic sizes say which entries it takes."""
     return value.op == "opaque" and value.literal[0] == "slice"
 
 

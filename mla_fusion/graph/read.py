@@ -221,7 +221,7 @@ class Graph:
             multiples.setdefault(self.form.split(value)[1], []).append(value)
         return multiples
 
-    @property
+    @cached_property
     def live(self) -> list[Value]:
         """The Values that the graph returns or writes, and the Values that nothing reads."""
         values = dict[Value, None]()

@@ -183,8 +183,9 @@ def _find_write(
     """
     row_writes, changed_writes = list[Value](), list[tuple[Value, Value]]()
     for value in writes:
-        others = (other for other in writes if other.sources[1:] == value.sources[1:])
-        if is_open_part(strip_reshapes(value.sources[0])) and len([*others]) > 1:
+        memory, *written = value.sources
+        is_repeated = any([*other.sources[1:]] == written for other in writes if other is not value)
+        if is_repeated and is_open_part(strip_reshapes(memory)):
             continue  # a step on the way to a write of the whole cache
         written_rows = rewrites.of(value.sources[2])
         if _is_reshape_of(written_rows, rows):

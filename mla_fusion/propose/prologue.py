@@ -560,7 +560,7 @@ class _Joiner:
         keys = sorted(
             down.readings_of("turned")[::-1], key=lambda item: abs(min(item[1].column_set) - end)
         )
-        parts, is_number = list[tuple[_Rotated, _Rotated]](), factor and filled_with(factor)
+        parts = list[tuple[_Rotated, _Rotated]]()
         for value, query_pairs in queries:
             for key_value, reading in keys:
                 if len(reading.columns) != ROPE:
@@ -568,7 +568,7 @@ class _Joiner:
                 key_pairs = read_pairs(reading, query_pairs)
                 if key_pairs is not None and torch.equal(key_pairs.diagonal, query_pairs.diagonal):
                     parts.append((_Rotated(value, query_pairs), _Rotated(key_value, key_pairs)))
-                    if not is_number:
+                    if factor is None or not factor.is_number:
                         return parts[-1]
                 elif scaled := self._scaled_parts(
                     value, query_pairs, key_value, read_pairs(reading)
