@@ -24,7 +24,7 @@ _TRIED = 10_000  # primes below it are factored out of a number; the cofactor is
 
 
 @lru_cache(maxsize=4096)
-def is_rough(size: int) -> bool:
+def is_rough(size: float) -> bool:
     """True if the size has a prime factor of ``_SMOOTH`` or more."""
     for factor in range(2, _SMOOTH):
         while size % factor == 0:
@@ -32,7 +32,7 @@ def is_rough(size: int) -> bool:
     return size > 1
 
 
-def is_open(size: int) -> bool:
+def is_open(size: float) -> bool:
     """True if the number stands for a symbolic size, or for a product of symbolic sizes."""
     return size >= LEAST_BOUND and is_rough(size)
 

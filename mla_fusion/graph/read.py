@@ -116,26 +116,25 @@ class Graph:
         self._attributes: dict[int, Node] = {}  # by memory, the first that reads it
         self._bases: dict[Node, Node] = {}
         self._aliases: dict[Node, list[Node]] = {}
+        self._literals = set[float]()  # the numbers among the arguments and sizes of the graph
 
     def _has_read(self) -> bool:
         """Reads every node. Returns False if a symbol needs another number: read again.
 
-        Two sizes turned out to be equal, or the number of a symbolic size looks like a literal.
+        Two sizes turned out to be equal, or the number of a symbolic size is that of a literal, or
+        looks like one.
         """
         self._clear()
         try:
             for node in self.gm.graph.nodes:
                 self._read(node)
-            for number, size in self.sizes.items():
-                expression = expression_of(size)
-                numbers = [self.symbols.get(str(symbol), 0) for symbol in expression.free_symbols]
-                if not is_open(number) and not expression.has(Mod) and max(numbers) < _MOST_BOUND:
-                    # all of them: tokens stay fewer than the rows of a table
-                    self.symbols = {
-                        name: _prime_after(2 * bound) if is_open(bound) else bound
-                        for name, bound in self.symbols.items()
-                    }
-                    return False
+            if self._has_equal_literal() or any(map(self._looks_like_literal, self.sizes)):
+                # all of them: tokens stay fewer than the rows of a table
+                self.symbols = {
+                    name: _prime_after(2 * bound) if is_open(bound) else bound
+                    for name, bound in self.symbols.items()
+                }
+                return False
         except EqualSizes as equal:
             old, new = equal.args
             self.symbols = {
@@ -143,6 +142,23 @@ class Graph:
             }
             return False
         return True
+
+    def _has_equal_literal(self) -> bool:
+        """True if a literal of the graph is the number of a symbolic size, or a multiple of a
+        symbol's.
+        """
+        bounds = list(filter(is_open, self.symbols.values()))
+        literals = filter(is_open, self._literals if bounds else ())
+        return any(
+            literal in self.sizes or not all(literal % bound for bound in bounds)
+            for literal in literals
+        )
+
+    def _looks_like_literal(self, number: int) -> bool:
+        """True if a symbolic size is bound to a number that a model may write."""
+        expression = expression_of(self.sizes[number])
+        numbers = [self.symbols.get(str(symbol), 0) for symbol in expression.free_symbols]
+        return not is_open(number) and not expression.has(Mod) and max(numbers) < _MOST_BOUND
 
     @cached_property
     def early_writes(self) -> set[Node]:
@@ -238,6 +254,7 @@ class Graph:
     def size(self, size: Any) -> int:
         """The number that a size is bound to: an int, or a Size for a symbolic one."""
         if isinstance(size, int):
+            self._literals.add(size)
             return size
         if self._guarded_numbers is None:
             guards = Binding()
@@ -280,23 +297,7 @@ class Graph:
                 return size * self.unbound(number // bound_number)
         if number < LEAST_BOUND or not self.sizes or number in self._literals:
             return number
-        if number in self.sizes:
-            return self.sizes[number]
         raise LookupError("a sum with a symbolic size")
-
-    @cached_property
-    def _literals(self) -> set[float]:
-        """The numbers among the arguments and sizes of the graph. Records its symbolic sizes."""
-        literals = set[float]()
-        for node in self.gm.graph.nodes:
-            example = node.meta.get("val")
-            arguments = _leaves([*node.args, *node.kwargs.values()])
-            for number in (*arguments, example, *getattr(example, "shape", ())):
-                if isinstance(number, (int, float)):
-                    literals.add(abs(number))
-                elif isinstance(number, torch.SymInt):
-                    self.size(number)
-        return literals
 
     def size_text(self, number: int) -> str:
         """The size that was bound to ``number`` as text."""
@@ -309,6 +310,7 @@ class Graph:
         """The sizes as bound numbers."""
         if has_symbols(sizes):
             return tuple(int(self.size(size)) for size in sizes)
+        self._literals.update(sizes)
         return tuple(sizes)
 
     # -- nodes
@@ -535,13 +537,16 @@ class Graph:
         """The constant of a tensor of literals: a Pair for a complex tensor."""
         if tensor.is_complex():
             return Pair(self.form.constant(tensor.real), self.form.constant(tensor.imag))
+        if tensor.numel() < LEAST_BOUND:
+            self._literals.update(map(abs, tensor.flatten().tolist()))
         return self.form.constant(tensor)
 
     def argument(self, argument: Any) -> Any:
         """An argument of a node with readings in place of nodes and numbers in place of sizes."""
         if isinstance(argument, Node):
             return self.readings.get(argument)
-        if argument is None or isinstance(argument, (int, float)):
+        if isinstance(argument, (int, float)):
+            self._literals.add(abs(argument))
             return argument
         if isinstance(argument, (list, tuple)):
             return [self.argument(item) for item in argument]
@@ -681,7 +686,9 @@ class Graph:
         subgraph._guarded_numbers = self._guarded_numbers
         subgraph._clear()
         subgraph.unused = self.unused
-        subgraph._open_functions = self._open_functions if functions is None else functions
+        subgraph._open_functions = self._open_functions
+        if functions is not None:  # a decomposition has the bound numbers of sizes as literals
+            subgraph._open_functions, subgraph._literals = functions, self._literals
         placeholders = iter(values)
         for node in graph.nodes:
             if node.op == "placeholder":

@@ -106,13 +106,14 @@ class RowsOfOperator(NpuOperators):
 
     is_output_kv = True
 
-    def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor
-    ) -> Any:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, *caches_and_slots: Tensor) -> Any:
         c, sn = cos.view(-1, 1, 1, DR), sin.view(-1, 1, 1, DR)
         q_nope, q_pe = self.query(x)
         q_pe = torch.ops.npu.npu_interleave_rope(q_pe.unsqueeze(2), c, sn).squeeze(2)
-        k_pe, c_kv = self.rows(x, c, sn, kv_cache, kr_cache, slots)
+        k_pe, c_kv = self.rows(x, c, sn, *caches_and_slots)
+        return self.attend(q_nope, q_pe, c_kv, k_pe)
+
+    def attend(self, q_nope: Tensor, q_pe: Tensor, c_kv: Tensor, k_pe: Tensor) -> Any:
         return attend(self.absorb(q_nope), q_pe, c_kv.view(-1, HCKV), k_pe.view(-1, DR))
 
 
@@ -123,13 +124,7 @@ class PrefillOfOperator(RowsOfOperator):
     def __init__(self) -> None:
         super().__init__(version=1)
 
-    def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor
-    ) -> Any:
-        c, sn = cos.view(-1, 1, 1, DR), sin.view(-1, 1, 1, DR)
-        q_nope, q_pe = self.query(x)
-        q_pe = torch.ops.npu.npu_interleave_rope(q_pe.unsqueeze(2), c, sn).squeeze(2)
-        k_pe, c_kv = self.rows(x, c, sn, kv_cache, kr_cache, slots)
+    def attend(self, q_nope: Tensor, q_pe: Tensor, c_kv: Tensor, k_pe: Tensor) -> Any:
         k_nope, value = (
             self.kv_b_proj(c_kv.view(-1, HCKV)).view(-1, self.heads, D + DV).split([D, DV], -1)
         )

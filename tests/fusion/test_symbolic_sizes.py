@@ -151,13 +151,26 @@ def test_rows_behind_a_symbolic_end() -> None:
     compare(Windows(), [base.paged_args(), base.paged_args(12)], 1, dynamic=True)
 
 
-class LastRows(Base):
+class Numbered(Base):
+    def __init__(self, numbers: Callable[[Tensor, int], Tensor]) -> None:
+        super().__init__()
+        self.numbers = numbers
+
     def slots(self, slots: Tensor, query: Tensor) -> Tensor:
-        return torch.tensor([-1, 5])
+        return self.numbers(slots, query.shape[0])
 
 
-def test_literal_rows_from_the_end_of_caches_of_any_size() -> None:
-    graph = harness.traced_graph(LastRows(), *base.paged_args(2), dynamic=True)
+NUMBERS = [
+    lambda slots, tokens: torch.tensor([-1, 5]),  # from the end of a cache of any size
+    # what the first symbol is bound to
+    lambda slots, tokens: slots // 10007 * tokens + slots % 10007,
+    lambda slots, tokens: slots // torch.tensor(10007) * tokens + slots % 10007,
+]
+
+
+@pytest.mark.parametrize("numbers", NUMBERS)
+def test_literals_beside_symbolic_sizes(numbers: Callable[[Tensor, int], Tensor]) -> None:
+    graph = harness.traced_graph(Numbered(numbers), *base.paged_args(2), dynamic=True)
     (fusion,) = mf.explain(graph).fused
     assert fusion.placement.startswith("staged: ")
 

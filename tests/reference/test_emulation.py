@@ -212,14 +212,13 @@ def test_kv_rmsnorm_rope_cache(mode: str) -> None:
         assert torch.equal(out.reshape(-1, width), expected)
 
 
+def rows_and_slots() -> list[torch.Tensor]:
+    tables = [noise(2, 1, 1, 16), noise(2, 1, 1, 16)]
+    return [noise(2, 1, 1, 80), noise(64), *tables, torch.tensor([3, 7])]
+
+
 def test_kv_rmsnorm_rope_cache_v1_writes_its_inputs_and_returns_copies() -> None:
-    args = [
-        noise(2, 1, 1, 80),
-        noise(64),
-        noise(2, 1, 1, 16),
-        noise(2, 1, 1, 16),
-        torch.tensor([3, 7]),
-    ]
+    args = rows_and_slots()
     caches = noise(2, 16, 1, 16), noise(2, 16, 1, 64)
     wanted = kernels.npu_kv_rmsnorm_rope_cache_v2_functional(*args, *caches, cache_mode="PA")
     k_out, ckv_out, _, _ = kernels.npu_kv_rmsnorm_rope_cache(*args, *caches, cache_mode="PA")
@@ -229,13 +228,7 @@ def test_kv_rmsnorm_rope_cache_v1_writes_its_inputs_and_returns_copies() -> None
 
 
 def test_quantised_kv_cache_multiplies_by_its_scale() -> None:
-    args = [
-        noise(2, 1, 1, 80),
-        noise(64),
-        noise(2, 1, 1, 16),
-        noise(2, 1, 1, 16),
-        torch.tensor([3, 7]),
-    ]
+    args = rows_and_slots()
     caches = (
         torch.zeros(2, 16, 1, 16, dtype=torch.int8),
         torch.zeros(2, 16, 1, 64, dtype=torch.int8),
