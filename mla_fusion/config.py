@@ -42,8 +42,8 @@ class Config:
                 writes stay) where a write by the kernel would not be exact, unless that saves
                 nothing by the report's estimate. "always", or "never".
     kr_layout   "exact" never changes what a cache row holds. With "half" you promise that every
-                reader and writer of kr_cache, and every reader of the rotated query, uses the half
-                layout that the kernel writes.
+                reader and writer of kr_cache, and every reader of the rotated query and key, uses
+                the half layout that the kernel writes.
     skip        What to leave alone without a warning: layers by the name that a report gives them,
                 prologues that would be rejected with a code ("absorb.absent", "contract",
                 "contract:dims.he"), or candidates for which a predicate holds.

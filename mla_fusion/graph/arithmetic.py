@@ -78,15 +78,17 @@ def _(c: Call, x: Any, other: Any, rounding_mode: str | None = None) -> Any:
 def quotient(c: Call, value: Value, divisor: Value, rounding: str = "floor") -> Value:
     """The quotient of two operands, rounded to an integer.
 
-    Integers rounded down are the function "quotient". Truncation equals that for non-negative
-    operands and, by assumption, for inputs of the graph. All others are functions of their
+    Integers rounded down are the function "quotient". Truncation equals that for operands that are
+    not negative; of inputs of the graph this is assumed. All others are functions of their
     rounding's name.
     """
     if value.is_float or divisor.is_float:
         return c.function(f"quotient, {rounding}", value, divisor)
-    value_bounds = bounds.of(value)
-    if rounding != "floor" and (value_bounds is None or value_bounds[0] < 0) and value.op != "leaf":
-        return c.function(f"quotient, {rounding}", value, divisor)
+    if rounding != "floor":
+        least, least_divisor = bounds.least_integer(value), bounds.least_integer(divisor)
+        is_positive = least >= 0 or (value.op == "leaf" and c.is_positive(value))
+        if least_divisor < 0 or not is_positive:
+            return c.function(f"quotient, {rounding}", value, divisor)
     return c.function("quotient", value, divisor)
 
 
@@ -182,11 +184,12 @@ def _(c: Call, x: Any) -> Value:
 @operator("sum", "mean")
 def _(c: Call, x: Value, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> Value:
     axes = axes_of(x, dim)
-    if not x.active and (x.is_float or x.dtype == torch.bool):
+    if not x.active and (c.dtype.is_floating_point or x.dtype == torch.bool):
         return c.opaque((tuple(axes), keepdim), [x])
     if c.name == "mean":
         return c.form.mean(x, axes, keepdim)
-    return c.form.reduce(x, axes, keepdim)
+    total = c.form.reduce(x if x.active else c.form.cast(x, c.dtype), axes, keepdim)
+    return total if x.active else c.function_if_overflow(total, c.dtype, "sum")
 
 
 @operator("linalg_vector_norm", "norm")
@@ -219,6 +222,8 @@ def _(
     offset = options.get("unbiased", True) if correction is None else correction
     size = prod(x.shape[axis] for axis in axes)
     form = c.form
+    if offset != int(offset):
+        raise Departs
     mean = form.mean(x, axes)
     centred = form.total([(1, x), (-1, mean)])
     variance = form.times_count(

@@ -42,6 +42,12 @@ def fits(value: Value, dtype: torch.dtype) -> bool:
     return limits.min <= least and most <= limits.max
 
 
+def least_integer(value: Value) -> float:
+    """A number that no element of a Value of integers is below; -inf if none is known."""
+    limits = of(value)
+    return -inf if limits is None else limits[0]
+
+
 def _greatest_size(size: int) -> int:
     """The size, or the greatest that a symbolic size can be."""
     return max(size, _LONGEST) if is_open(size) else size
@@ -77,8 +83,10 @@ def least(value: Value) -> float:
         ]
         return sum(lower_bounds, start=float(literal[1]))
     if op == "reduce":
-        count = prod(sources[0].shape[axis] for axis in literal)
-        return least(sources[0]) * (1 if is_open(count) else count)
+        count, inner = prod(sources[0].shape[axis] for axis in literal), least(sources[0])
+        if is_open(count):
+            return inner if inner >= 0 else -inf
+        return inner * count
     if op in ("reshape", "permute", "expand", "slice", "cast", "join"):
         return min(map(least, sources))
     return 0.0 if value.function in ("abs", "exp", "relu", "sigmoid") else -inf

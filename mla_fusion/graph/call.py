@@ -149,7 +149,9 @@ class Call:
             return self.form.function(
                 "number", literals=repr(operand), dtype=self._dtype_of(operand)
             )
-        return self.form.number(literal(operand), self._dtype_of(operand))
+        is_wide = self.dtype == torch.float64  # no other arithmetic rounds what float32 holds
+        number = literal(operand, torch.float64 if is_wide else None)
+        return self.form.number(number, self._dtype_of(operand))
 
     def _value_of_size(self, size: Size) -> Value:
         """A symbolic size as a sum of products of symbols. A symbol of torch's is a leaf."""
@@ -197,7 +199,7 @@ class Call:
             return form.total([(times, form.bare(value)) for times, value in terms], constant)
         if not dtype.is_floating_point:
             total = form.total(terms, constant, dtype)
-            return self._function_if_overflow(total, dtype, "sum")
+            return self.function_if_overflow(total, dtype, "sum")
         shape = broadcast(value.shape for _, value in terms)
         nonzero = [(times, value) for times, value in terms if not _is_zero(value)]
         if not constant and len(nonzero) == 1 and number(nonzero[0][0]).is_power_of_two:
@@ -223,10 +225,12 @@ class Call:
         operands: list[Factor] = []
         for value, power in factors:
             filled_value = filled_with(value)
-            factor_number = (
-                filled_value.literal[1].power(power) if filled_value is not None else None
-            )
-            if factor_number is None:
+            if filled_value is not None and dtype.is_floating_point:
+                filled_value = form.cast(filled_value, dtype)
+            number_of_value = ONE if filled_value is None else filled_value.literal[1]
+            factor_number = number_of_value.power(power)
+            is_exact = power == 1 or not dtype.is_floating_point or number_of_value.is_power_of_two
+            if filled_value is None or factor_number is None or not is_exact:
                 operands.append((value, power))
             else:
                 times = times * factor_number
@@ -236,7 +240,7 @@ class Call:
             power == int(power) and power > 0 for _, power in operands
         ):
             result = form.product(operands, times, dtype)
-            return self._function_if_overflow(form.expand(result, shape), dtype, "product")
+            return self.function_if_overflow(form.expand(result, shape), dtype, "product")
         if len(operands) == 1 and operands[0][1] == 1 and times.is_power_of_two:
             value = form.scaled(form.cast(operands[0][0], dtype), times)
             return form.expand(value, shape)
@@ -254,7 +258,7 @@ class Call:
         """The product of the Values."""
         return self.product([(value, 1) for value in values])
 
-    def _function_if_overflow(self, value: Value, dtype: torch.dtype, name: str) -> Value:
+    def function_if_overflow(self, value: Value, dtype: torch.dtype, name: str) -> Value:
         """Returns ``value`` if the dtype holds each of its integers; a function of it otherwise.
 
         name      of the operator
@@ -262,11 +266,24 @@ class Call:
         if bounds.fits(value, dtype):
             return value
         if dtype == torch.int32 and _are_row_numbers(value):
-            leaves = (leaf for leaf in order([value]) if leaf.op == "leaf" and not leaf.is_float)
-            names = ", ".join(leaf.literal for leaf in leaves)
-            self.form.assumed.append(f"row numbers made of {names} are below 2**31")
+            self._assume(value, "are below 2**31")
             return value
         return self.form.function(f"{name} that overflows", value, dtype=dtype)
+
+    def is_positive(self, value: Value) -> bool:
+        """True if no element is negative. It is assumed of row numbers that are made of inputs."""
+        if bounds.least_integer(value) >= 0:
+            return True
+        if not _are_row_numbers(value):
+            return False
+        self._assume(value, "are not negative")
+        return True
+
+    def _assume(self, value: Value, what: str) -> None:
+        """Notes an assumption about row numbers."""
+        leaves = (leaf for leaf in order([value]) if leaf.op == "leaf" and not leaf.is_float)
+        names = ", ".join(leaf.literal for leaf in leaves)
+        self.form.assumed.append(f"row numbers made of {names} {what}")
 
     def number_of(self, operand: Any) -> Number:
         """Returns the number of an operand that is a literal, or a Value filled with one number.
@@ -332,7 +349,7 @@ def _are_row_numbers(value: Value) -> bool:
     elif value.op == "sum":
         factors = list(value.literal[0])
     else:
-        return value.op in ("leaf", "count") and not value.is_float
+        return value.op in ("leaf", "count", "constant") and not value.is_float
     is_small = bool(factors) and max(map(abs, factors)) <= _LARGEST_BLOCK
     return is_small and all(map(_are_row_numbers, value.sources))
 

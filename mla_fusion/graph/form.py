@@ -53,6 +53,7 @@ Shape = tuple[int, ...]
 MOVES = frozenset(("reshape", "permute", "expand", "slice", "join"))
 REAL = torch.float32  # dtype of every active Value: its rounding is not compared
 BYTES = frozenset(("int8", "fp8", "hifloat8", "of format"))  # functions of one byte an element
+_INTEGERS = frozenset((torch.int8, torch.int16, torch.int32, torch.int64))
 _SHORT = 4  # most terms of a sum that is merged into another sum
 
 
@@ -390,7 +391,8 @@ class Form:
         """The Value in another dtype.
 
         Left out: a cast between float dtypes of an active Value, and a widening cast that is
-        undone. A cast of a number or a move is applied to the number or the moved Value.
+        undone. A cast of a number or a move is applied to the number or the moved Value. A cast of
+        integers to wider ones is applied to what they are computed from: their dtype holds them.
         """
         if value.dtype == dtype:
             return value
@@ -404,7 +406,15 @@ class Form:
             return self.cast(value.sources[0], dtype)
         inner = strip(value, "expand")
         if inner.is_number and dtype.is_floating_point:
-            return self.filled(inner.literal[1], value.shape, dtype)
+            number = inner.literal[1]
+            if value.is_float and dtype.itemsize > value.dtype.itemsize:
+                rounded = torch.tensor(float(number), dtype=value.dtype).item()
+                number = number if rounded == float(number) else read_literal(rounded, dtype)
+            return self.filled(number, value.shape, dtype)
+        is_exact = value.op in ("sum", "product") or value.function == "quotient"
+        if is_exact and {value.dtype, dtype} <= _INTEGERS and dtype.itemsize > value.dtype.itemsize:
+            sources = [self.cast(source, dtype) for source in value.sources]
+            return self.rebuilt(value, sources, dtype)
         if value.op in MOVES and value.op != "join":
             return self.rebuilt(value, [self.cast(value.sources[0], dtype)])
         return self.make("cast", (value,), dtype, value.shape, dtype)
@@ -422,7 +432,7 @@ class Form:
         if bare_value is None:
             if value.op == "cast":
                 source, bare_value = value.sources[0], value
-                if source.dtype == torch.int8:
+                if source.dtype == torch.int8 and is_widening(value):
                     bare_value = source
                 elif (
                     source.is_float
@@ -813,23 +823,28 @@ class Form:
 
     # -- the same operation on other Values
 
-    def rebuilt(self, value: Value, sources: Sequence[Value]) -> Value:
+    def rebuilt(
+        self, value: Value, sources: Sequence[Value], dtype: torch.dtype | None = None
+    ) -> Value:
         """The operation of ``value`` on other sources, in normal order.
+
+        dtype  of the result of arithmetic; None: that of ``value``
 
         Returns ``value`` itself if the sources are the same.
         """
-        if all(source is old for source, old in zip(sources, value.sources, strict=True)):
+        is_same = all(source is old for source, old in zip(sources, value.sources, strict=True))
+        if is_same and dtype is None:
             return value
-        op, literal = value.op, value.literal
+        op, literal, dtype = value.op, value.literal, dtype or value.dtype
         if op == "sum":
             terms = zip(literal[0], sources, strict=True)
-            return self.expand(self.total(terms, literal[1], value.dtype), value.shape)
+            return self.expand(self.total(terms, literal[1], dtype), value.shape)
         if op == "product":
             factors = zip(sources, literal[0], strict=True)
-            return self.expand(self.product(factors, literal[1], value.dtype), value.shape)
+            return self.expand(self.product(factors, literal[1], dtype), value.shape)
         if op == "function":
             name, literals = literal
-            result = self.function(name, *sources, literals=literals, dtype=value.dtype)
+            result = self.function(name, *sources, literals=literals, dtype=dtype)
             return self.expand(result, value.shape)
         if op == "dot":
             return self.dot(*sources)

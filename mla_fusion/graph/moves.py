@@ -56,6 +56,8 @@ def _(c: Call, x: Value, dims: Sequence[int]) -> Value:
 
 @operator("t", "t_copy", "numpy_T", "mT", "matrix_H", "adjoint")
 def _(c: Call, x: Value) -> Value:
+    if c.name == "numpy_T":
+        return c.form.permute(x, range(len(x.shape))[::-1])
     return c.form.transposed(x) if len(x.shape) > 1 else x
 
 
@@ -73,6 +75,9 @@ def _(c: Call, x: Value, dim: int = 0, start: Any = None, end: Any = None, step:
 
 def is_open_part(value: Value) -> bool:
     """True for a slice of which only symbolic sizes say which entries it takes."""
+    if value.op == "slice":
+        axis, start, step = value.literal
+        return (start, step) == (0, 1) and is_open(value.shape[axis])
     return value.op == "opaque" and value.literal[0] == "slice"
 
 
@@ -160,7 +165,7 @@ def _(c: Call, x: Value, src: Any, non_blocking: bool = False) -> Value:
 
 @operator("fill", "full", "full_like", "new_full", "scalar_tensor")
 def _(c: Call, value: Any = None, fill_value: Any = None, s: Any = None, **_: Any) -> Value:
-    operand = next(operand for operand in (value, fill_value, s) if operand is not None)
+    operand = next((operand for operand in (value, fill_value, s) if operand is not None), None)
     return c.form.expand(c.form.cast(c.value(operand), c.dtype), c.shape)
 
 
@@ -313,6 +318,10 @@ def _column(c: Call, size: int) -> Value:
 def take_indexed(c: Call, x: Value, indices: Sequence[Value | None]) -> Value:
     """The elements at the row numbers of neighbouring axes."""
     first, flat, size = flat_index(c, x.shape, indices)
+    for axis, index in [*enumerate(indices)][first + 1 : first + size]:
+        assert index is not None
+        if not c.is_positive(row_numbers(c, index, x.shape[axis])):  # it would wrap
+            raise Departs
     last = first + size
     rows = prod(x.shape[first:last])
     base = c.form.reshape(x, (*x.shape[:first], rows, *x.shape[last:]))
@@ -336,7 +345,7 @@ def flat_index(
         size = remaining_sizes.pop(0)
         index = indices[axis]
         assert index is not None
-        if index.dtype == torch.bool:
+        if index.dtype in (torch.bool, torch.uint8):  # masks
             raise Departs
         terms.append((prod(remaining_sizes), row_numbers(c, index, size)))
     if len(terms) == 1:
@@ -401,7 +410,8 @@ def _(c: Call, x: Value, dim: int, index: Value, src: Any = None, **options: Any
         raise Departs
     for axis, size in enumerate(index.shape):
         src = c.form.slice(src, axis, 0, size)
-    if row_index is not None and row_index.shape == (index.shape[dim],):
+    is_of_all = index.shape[:dim] == x.shape[:dim]
+    if is_of_all and row_index is not None and row_index.shape == (index.shape[dim],):
         return write_rows(c, x, dim, 1, row_index, src)
     entry_index = _row_index(c, index, 0, 2) if dim == 1 else None
     if entry_index is None or entry_index.shape != index.shape[:2]:

@@ -162,19 +162,20 @@ def number(ratio: Exponent) -> Number:
 
 
 @lru_cache(maxsize=4096)
-def literal(value: float, dtype: torch.dtype = torch.float64) -> Number:
+def literal(value: float, dtype: torch.dtype | None = None) -> Number:
     """The number that a literal of a graph stands for.
 
     value  the literal as a float
-    dtype  the dtype that rounded it
+    dtype  the dtype that rounded it; None: float32, if it is a number of float32, else float64
 
     It is the first of these that rounds to the literal: the shortest decimal, a fraction with a
     small denominator, seven digits, a square root of a fraction. Otherwise it is the float itself.
     """
     if isinstance(value, (int, bool)):
         return Number(Fraction(int(value)))
-    if dtype == torch.float64 and torch.tensor(value, dtype=torch.float32).item() == value:
-        dtype = torch.float32  # the literal was rounded to float32 before
+    if dtype is None:
+        is_narrow = torch.tensor(value, dtype=torch.float32).item() == value
+        dtype = torch.float32 if is_narrow else torch.float64
 
     def is_rounded_to_literal(candidate: float) -> bool:
         """True if the dtype rounds a number to the literal."""

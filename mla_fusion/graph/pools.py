@@ -331,7 +331,9 @@ def _as_part(pool: Pool, run: Run) -> Part | None:
     if is_symbolic or not pool.node.meta["val"].is_contiguous():
         return None
     shapes = (value.shape for value, other in pool.runs.items() if other == run)
-    return Part(run.start, shape=max(shapes, key=len, default=(size,)))
+    # an einsum adds axes of its own behind the rows
+    shape = max(shapes, key=lambda shape: (shape[-1:] != (1,), len(shape)), default=(size,))
+    return Part(run.start, shape=shape)
 
 
 # -- the graph without pools

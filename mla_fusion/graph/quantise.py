@@ -49,9 +49,9 @@ def absolute(times: Number) -> Number:
 
 
 def is_size(value: Value) -> bool:
-    """True for the largest absolute element of rows (``largest``), or a number times it."""
+    """True for the largest absolute element of rows (``largest``), or a number above 0 times it."""
     inner = strip(value, *_VIEWS)
-    if inner.op == "product" and inner.literal[0] == (1,):
+    if inner.op == "product" and inner.literal[0] == (1,) and inner.literal[1].ratio > 0:
         inner = strip(inner.sources[0], *_VIEWS)
     return inner.function == "largest"
 
@@ -127,7 +127,7 @@ def cast(c: Call, value: Value, dtype: torch.dtype) -> Value:
     if not value.active or dtype.itemsize > 1 or dtype == torch.bool:
         if value.active and dtype.is_floating_point:
             return value
-        if value.function == INT8.name:
+        if value.function == INT8.name and dtype != torch.bool:
             return value  # every wider dtype holds these integers
         if value.active and dtype in (torch.int32, torch.int64) and _rounding_state(value)[1]:
             form.assumed.append("rounded rows are below 2**31")
@@ -256,13 +256,11 @@ def _is_floor(form: Form, value: Value, least: float) -> bool:
     It is listed as assumed.
     """
     times = 1.0
-    if not least > 0:
-        return False
     if not _is_length(value):
         if not is_size(value):
             return False
         times = float(value.literal[1]) if value.op == "product" else 1.0
-    if least / times > FLOOR:
+    if not 0 < least / times <= FLOOR:
         return False
     form.assumed.append(f"no row comes near the floor of {least:g}")
     return True
@@ -271,6 +269,8 @@ def _is_floor(form: Form, value: Value, least: float) -> bool:
 def _is_length(value: Value) -> bool:
     """True for the root of a row's sum of squares."""
     if value.op != "product" or set(value.literal[0]) != {Fraction(1, 2)}:
+        return False
+    if value.literal[1].ratio < 0:
         return False
     inner = strip(value.sources[0], "reshape", "expand")
     return inner.op == "reduce" and inner.sources[0].op == "product"

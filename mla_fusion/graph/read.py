@@ -48,13 +48,22 @@ __all__ = ["Graph", "Reading", "arithmetic", "fused", "moves", "quantise"]
 Reading = Any  # a Value, a Pair, a list of these, a number, or None
 # halves, quarters and differences of these have large prime factors, too
 _FIRST_PRIMES = (10007, 11083, 12517, 15629, 19427, 21881, 26513, 34261, 38119, 43987)
+_NEAR = 64  # ``t[-1]`` of a symbolic axis is the entry of the number before its size
 _MOST_BOUND = 1 << 18  # symbols with greater numbers are not bound anew
 _MOST_FOLDED = 1 << 16  # most elements of a tensor of literals that is computed while reading
 _PLACE_ARGUMENTS = ("shifts", "index", "offset", "diagonal")
 # places of arguments that an operator writes against its schema: the result that holds the same
 _HIDDEN_WRITES = {"npu::npu_kv_rmsnorm_rope_cache": {5: 0, 6: 1}}
 _SCATTERS = {"slice": "slice_scatter", "select": "select_scatter"}
-_RULE_ERRORS = (ValueError, RuntimeError, TypeError, LookupError, AssertionError, AttributeError)
+_RULE_ERRORS = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    LookupError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
 
 
 class Graph:
@@ -144,14 +153,18 @@ class Graph:
         return True
 
     def _has_equal_literal(self) -> bool:
-        """True if a literal of the graph is the number of a symbolic size, or a multiple of a
-        symbol's.
+        """True if a literal of the graph is near the number of a symbolic size, a multiple of a
+        symbol's, or a difference of two.
         """
         bounds = list(filter(is_open, self.symbols.values()))
-        literals = filter(is_open, self._literals if bounds else ())
+        differences = {first - second for first in self.sizes for second in self.sizes}
+        literals = self._literals if bounds else ()
         return any(
-            literal in self.sizes or not all(literal % bound for bound in bounds)
+            literal in differences
+            or not all(literal % bound and abs(literal - bound) > _NEAR for bound in bounds)
+            or any(abs(literal - size) <= _NEAR for size in self.sizes)
             for literal in literals
+            if literal >= LEAST_BOUND
         )
 
     def _looks_like_literal(self, number: int) -> bool:
@@ -334,6 +347,8 @@ class Graph:
         meta_value = node.meta.get("val")
         if node.op == "output":
             return None
+        if isinstance(meta_value, (torch.SymFloat, torch.SymBool)):
+            return self.form.leaf(f"number {meta_value}", (), torch.float64, False)
         if node.op == "placeholder":
             if isinstance(meta_value, torch.Tensor):
                 return self._leaf(node.name, meta_value, node in self.parameters)

@@ -22,7 +22,7 @@ from mla_fusion.graph.numbers import ONE, is_open
 from mla_fusion.graph.read import Graph
 from mla_fusion.machine import Machine
 from mla_fusion.meta import layout, limits
-from mla_fusion.plan.slots import Roles, trusted_inputs
+from mla_fusion.plan.slots import Roles, input_name, trusted_inputs
 from mla_fusion.propose.prologue import Proposal
 from mla_fusion.propose.rewrites import Rewrites
 from mla_fusion.targets.prolog import format_of, row_format
@@ -122,6 +122,10 @@ def place_rows(
             if is_quantised:
                 element = row_format(format_of(proposal.arguments["weight_quant_mode"])).element
             obstacles += _memory_obstacles(graph, write, element, machine, boundary)
+    if proposal.has_pairs and proposal.arguments.get("weight_quant_mode"):
+        # scales of columns are in the kernel's order
+        others = [obstacle for obstacle in obstacles if obstacle.code != "cache.rows_changed"]
+        obstacles = others if len(others) == len(obstacles) else [*others, PAIRS]
     if len(writes_by_name) < len(result_rows):
         return Staged(tuple(obstacles))
     kv, kr = writes_by_name["kv_cache"], writes_by_name.get("kr_cache")
@@ -132,10 +136,8 @@ def place_rows(
         obstacles.append(_count_obstacle(graph, slots, tokens))
     trusted_leaves = trusted_inputs(graph, kv.slots)
     if trusted_leaves is None:
-        inputs = [
-            value for value in order([kv.slots]) if value.op == "leaf" and value in graph.nodes
-        ]
-        names = ", ".join(graph.nodes[leaf][0].name for leaf in inputs) or "no input"
+        inputs = (value for value in order([kv.slots]) if value.op == "leaf")
+        names = ", ".join(input_name(graph, leaf) for leaf in inputs) or "no input"
         detail = f"the slots, made of {names}, are not shown to be distinct and not negative"
         obstacles.append(Obstacle("slots.unproven", detail))
     if obstacles or trusted_leaves is None:

@@ -26,6 +26,7 @@ from mla_fusion.plan.caches import PAIRS, InPlace, Obstacle, Staged, Write, plac
 from mla_fusion.plan.outputs import holders, is_size
 from mla_fusion.plan.plan import Plan
 from mla_fusion.plan.region import find_region
+from mla_fusion.plan.slots import input_name
 from mla_fusion.plan.structure import structure_of
 from mla_fusion.propose.cache_variants import cache_variants
 from mla_fusion.propose.padded import pad_heads
@@ -46,9 +47,9 @@ ROWS_READ_BACK = (
     "the new rows are read back from the caches: of a token without a slot nobody reads them"
 )
 HALVES = (
-    "{cache} and query_rope hold halves (a0 a1 .. b0 b1 ..), not the model's pairs (a0 b0 a1 b1 "
-    "..), because Config.kr_layout is 'half': everything that reads or writes this cache must use "
-    "halves, and rows that it holds already must be halves"
+    "{cache}, its new rows and query_rope hold halves (a0 a1 .. b0 b1 ..), not the model's pairs "
+    "(a0 b0 a1 b1 ..), because Config.kr_layout is 'half': everything that reads or writes them "
+    "must use halves, and rows that the cache holds already must be halves"
 )
 IDENTITY = "q_nope is finite: weight_uk = [I | 0] multiplies it (Config.targets names 'identity')"
 
@@ -137,20 +138,22 @@ class Planner:
         plan.structure = self._structures.setdefault(structure_of(plan), len(self._structures))
 
     def _node_assumptions(self, plan: Plan, nodes: set[Node]) -> Iterator[str]:
-        """Yields what is assumed about the nodes of a plan, and about how x becomes bytes."""
-        graph, stack = self.graph, plan.inputs if self.graph.assumed else []
-        registered = sorted(nodes.intersection(graph.registered))
+        """Yields what is assumed about the nodes of a plan, and about how x becomes bytes and the
+        other arguments are made.
+        """
+        graph, stack = self.graph, [*plan.inputs] if self.graph.assumed else []
+        registered, above = sorted(nodes.intersection(graph.registered)), set[Node]()
         operators = (operator for node in registered for operator in graph.registered[node])
         for target in dict.fromkeys(operators):
             yield f"{target} computes what was registered for it"
         while stack:
             node = stack.pop()
             reading = graph.readings[node]
-            is_computed = isinstance(reading, Value) and reading.active and node not in nodes
-            if is_computed and dtype_of(node) != torch.bfloat16:
-                nodes.add(node)
+            is_rounded = isinstance(reading, Value) and reading.active
+            if node not in above and not (is_rounded and dtype_of(node) == torch.bfloat16):
+                above.add(node)
                 stack += node.all_input_nodes
-        for node in sorted(nodes.intersection(graph.assumed)):
+        for node in sorted((nodes | above).intersection(graph.assumed)):
             yield from (f"{line} at {node.name}" for line in graph.assumed[node])
 
     def _proven_claims(self, proposal: Proposal) -> tuple[list[Claim], int]:
@@ -390,9 +393,6 @@ def _slot_assumptions(plan: Plan, config: Config, boundary: bool) -> list[str]:
     is_checked = boundary and config.slots == "checked"
     if is_hidden or is_checked or not caches.trusted_inputs:
         return []
-    names = ", ".join(
-        graph.nodes[leaf][0].name if leaf in graph.nodes else leaf.literal
-        for leaf in caches.trusted_inputs
-    )
+    names = ", ".join(input_name(graph, leaf) for leaf in caches.trusted_inputs)
     origin = f" (input {names}, trusted to hold numbers from 0 to 2**24 - 1)"
     return [SLOTS_ASSUMED.format(whose=origin), *([UNCHECKED] if config.slots == "checked" else [])]

@@ -34,31 +34,63 @@ _EXACT = (torch.int32, torch.int64, torch.float32, torch.float64)
 def trusted_inputs(graph: Graph, index: Value) -> Roles | None:
     """Returns the inputs whose numbers are trusted to be valid row numbers, with their roles.
 
-    The roles are those of ``witness.draws``. A symbolic size must not be negative. Counted
-    places, as many as a symbolic size says, must stay below their role, the size of a block. Both
-    are left out if guards of the compiled graph check that. Returns None if ``index`` may repeat a
+    The roles are those of ``witness.draws``. A symbolic size must not be negative, and what is
+    counted from it must stay in the block. Counted places, as many as a symbolic size says, must
+    stay below their role, the size of a block. Both are left out if guards of the compiled graph
+    check that. Returns None if ``index`` may repeat a
     row, or is made in another way.
     """
     roles = None if _is_repeated(index) else _trusted_inputs(index, "slots")
-    if roles is None:
+    if roles is None or not _has_known_numbers(graph, index):
         return None
+    places, block_size = places_in_blocks(roles), block_size_of(index)
     for value, role in [*roles.items()]:
-        size, condition = graph.size_of(value), None
+        size, conditions = graph.size_of(value), list[Any]()
+        counted = [graph.unbound(int(count)) for count in role.split(" ")[1:]]
         if size is not None:
-            condition = size >= 0
+            conditions.append(size >= 0)
+            if value in places and block_size:
+                last = size + sum(counted) - bool(counted)
+                conditions.append(last < graph.unbound(block_size))
+        elif not all(isinstance(count, int) for count in counted):
+            return None
         elif role.isdigit():
             is_sum = value.op == "sum" and value.literal[0] == (1,)
             count = _strip_views_and_casts(value.sources[0]) if is_sum else value
-            if count.op != "count":
+            limits = bounds.of(value)
+            if count.op == "count":
+                end = graph.unbound(count.shape[0]) + (int(value.literal[1]) if is_sum else 0)
+            elif limits is not None:
+                end = limits[1] + 1
+            else:
                 return None
-            end = graph.unbound(count.shape[0]) + (int(value.literal[1]) if is_sum else 0)
-            condition = end <= graph.unbound(int(role))
-        is_guarded = None if condition is None else guard(condition)
-        if is_guarded is False:
+            conditions.append(end <= graph.unbound(int(role)))
+        guarded = list(map(guard, conditions))
+        if False in guarded:
             return None
-        if is_guarded:
+        if guarded and None not in guarded:
             del roles[value]
     return roles
+
+
+def _has_known_numbers(graph: Graph, index: Value) -> bool:
+    """Returns True if each number in the index is a literal, or the number of a size or a product:
+    a difference of sizes may be 0.
+    """
+    try:
+        for value in order([index]):
+            if value.op in ("sum", "product"):
+                numbers = [*value.literal[0], value.literal[1]] if value.op == "sum" else []
+                for number in numbers or [value.literal[1].ratio]:
+                    graph.unbound(abs(int(number)))
+    except LookupError:
+        return False
+    return True
+
+
+def input_name(graph: Graph, leaf: Value) -> str:
+    """Returns the name of an input, or the symbol of a size."""
+    return graph.nodes[leaf][0].name if leaf in graph.nodes else str(leaf.literal)
 
 
 def _trusted_inputs(index: Value, role: str) -> Roles | None:
@@ -78,10 +110,14 @@ def _trusted_inputs(index: Value, role: str) -> Roles | None:
         is_distinct = len(numbers.unique()) == len(numbers) and int(numbers.min()) >= 0
         return {} if is_distinct else None
     if is_open_part(inner):
-        return _trusted_inputs(inner.sources[0], role)
+        part = inner.sources[0]
+        return None if _is_repeated(part) else _trusted_inputs(part, role)
     if inner.op == "gather" and _are_distinct(inner.sources[1]):
-        rows = inner.sources[0]
-        return None if _is_repeated(rows) else _trusted_inputs(rows, role)
+        rows, places = inner.sources
+        # several negative places would wrap
+        starts = {} if prod(places.shape) == 1 else _trusted_inputs(places, "")
+        roles = None if _is_repeated(rows) else _trusted_inputs(rows, role)
+        return None if starts is None or roles is None else starts | roles
     if inner.op != "sum":
         return None
     if inner.literal[0] != (1,):
@@ -159,7 +195,7 @@ def _inputs_of_sum(value: Value) -> Roles | None:
         is_spread = _covers(terms, value.shape)
         if size > 1 and step == 1 and blocks is not None and offsets is not None and is_spread:
             counted, limits = _strip_views_and_casts(places), bounds.of(places)
-            if not offsets and is_open(prod(counted.shape)):
+            if not offsets and (is_open(prod(counted.shape)) or is_open(int(size))):
                 offsets = {counted: str(size)}
             is_inside = bool(offsets) or (limits is not None and limits[1] < size)
             # an input has one role
@@ -234,16 +270,24 @@ def _counted_from(
         return None
     roles = _trusted_inputs(starts[0], "positions")
     limits = bounds.of(counts[0]) if counts else (0, 0)
-    if not roles or limits is None or is_open(int(limits[1]) + 1):
+    if not roles or limits is None:
         return None
+    count = prod(counts[0].shape) if counts else 1
+    count = count if is_open(count) else limits[1] + 1
     spreads = [_spread(summand, shape) for summand, _ in positions]
     own = spreads[summands.index(starts[0])]
-    axes = sorted(axis for _, summand_axes in spreads for axis in summand_axes)
-    is_each_counted = all(target == own[0] for target, _ in spreads) and axes == _long_axes(own[0])
+
+    def is_each_counted(spreads: Sequence[Spread]) -> bool:
+        """Returns True if exactly one of the summands has other numbers along each axis."""
+        axes = sorted(axis for _, summand_axes in spreads for axis in summand_axes)
+        return all(target == own[0] for target, _ in spreads) and axes == _long_axes(own[0])
+
     is_owned = not counts or not own[1] or own in owners
-    if not (is_each_counted and is_owned):
+    # one start may serve all sequences
+    is_shared = not own[1] and is_each_counted([*spreads, *owners])
+    if not (is_owned and (is_shared or is_each_counted(spreads))):
         return None
-    return {leaf: f"{role} {first} {limits[1] + 1}" for leaf, role in roles.items()}
+    return {leaf: f"{role} {first} {count}" for leaf, role in roles.items()}
 
 
 def _long_axes(shape: Shape) -> list[int]:

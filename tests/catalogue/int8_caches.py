@@ -59,10 +59,7 @@ class OperatorCache(Partial):
         self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor
     ) -> Tensor:  # type: ignore[override]
         q_nope, q_pe = self.split(self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x))))
-        query, query_rope = (
-            self.absorb(q_nope),
-            self.rotate(q_pe, cos.unsqueeze(1), sin.unsqueeze(1)),
-        )
+        query_rope = self.rotate(q_pe, cos.unsqueeze(1), sin.unsqueeze(1))
         tables = [table.view(-1, 1, 1, DR) for table in (cos, sin)]
         latent = self.kv_a_proj_with_mqa(x).view(-1, 1, 1, HCKV + DR)
         npu.npu_kv_rmsnorm_rope_cache_v2(
@@ -77,7 +74,8 @@ class OperatorCache(Partial):
             epsilon=1e-6,
             cache_mode="PA_BNSD",
         )
-        return attend(query, query_rope, kv_cache.view(-1, HCKV), kr_cache.view(-1, DR))
+        caches = kv_cache.view(-1, HCKV), kr_cache.view(-1, DR)
+        return attend(self.absorb(q_nope), query_rope, *caches)
 
 
 @by_channel(IN_PLACE)

@@ -220,31 +220,14 @@ class NpuOperators(Prologue):
             q_nope, self.w_uk(), perm_x1=(1, 0, 2), perm_x2=(0, 1, 2), perm_y=(1, 0, 2)
         )
         gamma = self.kv_a_layernorm
+        operands = latent, gamma.weight, c, s, slots, kr_cache, kv_cache
+        kr, kv = kr_cache, kv_cache
         if self.version == 2:
-            torch.ops.npu.npu_kv_rmsnorm_rope_cache_v2(
-                latent,
-                gamma.weight,
-                c,
-                s,
-                slots,
-                kr_cache,
-                kv_cache,
-                epsilon=gamma.eps,
-                cache_mode="PA_BNSD",
-            )
-            kr, kv = kr_cache, kv_cache
+            mode = {"epsilon": gamma.eps, "cache_mode": "PA_BNSD"}
+            torch.ops.npu.npu_kv_rmsnorm_rope_cache_v2(*operands, **mode)
         else:
-            kr, kv, _, _ = torch.ops.npu.npu_kv_rmsnorm_rope_cache(
-                latent,
-                gamma.weight,
-                c,
-                s,
-                slots,
-                kr_cache,
-                kv_cache,
-                epsilon=gamma.eps,
-                cache_mode="PA",
-            )
+            mode = {"epsilon": gamma.eps, "cache_mode": "PA"}
+            kr, kv, _, _ = torch.ops.npu.npu_kv_rmsnorm_rope_cache(*operands, **mode)
         return attend(query, q_pe, kv.view(-1, HCKV), kr.view(-1, DR))
 
 

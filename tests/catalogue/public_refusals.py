@@ -245,18 +245,9 @@ class MixedBatch(NpuOperators):
             c, s = (table[part].view(-1, 1, 1, DR) for table in (cos, sin))
             q_nope, q_pe = self.q_b_proj(c_q[part]).view(-1, self.heads, D + DR).split([D, DR], -1)
             q_pe = npu.npu_interleave_rope(q_pe.unsqueeze(2), c, s).squeeze(2)
-            rows = latent[part].view(-1, 1, 1, HCKV + DR)
-            npu.npu_kv_rmsnorm_rope_cache_v2(
-                rows,
-                gamma.weight,
-                c,
-                s,
-                slots[part],
-                kr_cache,
-                kv_cache,
-                epsilon=gamma.eps,
-                cache_mode="PA_BNSD",
-            )
+            rows, mode = latent[part].view(-1, 1, 1, HCKV + DR), {"cache_mode": "PA_BNSD"}
+            given = rows, gamma.weight, c, s, slots[part], kr_cache, kv_cache
+            npu.npu_kv_rmsnorm_rope_cache_v2(*given, epsilon=gamma.eps, **mode)
             made.append(torch.cat([q_nope, q_pe], -1) if made else self.absorb(q_nope))
         return made
 

@@ -345,17 +345,9 @@ class OperatorsNz(NpuOperators):
             tokens, -1, DR
         )
         latent, gamma = self.kv_a_proj_with_mqa(x).view(tokens, 1, 1, ROW), self.kv_a_layernorm
-        npu.npu_kv_rmsnorm_rope_cache_v2(
-            latent,
-            gamma.weight,
-            c,
-            s,
-            slots,
-            kr_cache,
-            kv_cache,
-            epsilon=gamma.eps,
-            cache_mode="PA_NZ",
-        )
+        operands = latent, gamma.weight, c, s, slots, kr_cache, kv_cache
+        mode = {"epsilon": gamma.eps, "cache_mode": "PA_NZ"}
+        npu.npu_kv_rmsnorm_rope_cache_v2(*operands, **mode)
         return self.absorb(q_nope), q_pe
 
 

@@ -74,8 +74,8 @@ def sizes_of(seed: int, tokens: int | None) -> dict[str, int]:
     tokens = tokens or rng.choice((3, 5))
     heads, width = rng.choice((2, 3)), rng.choice((4, 6))
     sizes = {"T": tokens, "H": heads, "D": width, "N": heads * width, "C": heads * width // 2}
-    sizes |= {"K": rng.choice((5, 7)), "Q": 4, "P": tokens // 4 + 2, "V": 128}
-    return sizes | {"R": tokens + 5, "W": 576, "L": 512, "E": 64}
+    sizes |= {"K": rng.choice((5, 7)), "Q": 4, "P": tokens // 4 + 32, "V": 128}
+    return sizes | {"R": tokens + 125, "W": 576, "L": 512, "E": 64}
 
 
 def shape_of(text: str, sizes: dict[str, int]) -> tuple[int, ...]:

@@ -294,7 +294,7 @@ def test_half_rows_are_an_assumption_with_a_warning() -> None:
     (fusion,) = report.fused
     (warning,) = fusion.warnings
     assert warning in fusion.assumptions and warning.startswith(
-        "kr_cache and query_rope hold halves"
+        "kr_cache, its new rows and query_rope hold halves"
     )
     assert f"warning: {warning}" in str(report) and "stored as halves" in fusion.rope
     assert json.loads(report.to_json())["fused"][0]["warnings"] == [warning]
