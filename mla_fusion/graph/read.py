@@ -156,14 +156,12 @@ class Graph:
         """True if a literal of the graph is near the number of a symbolic size, a multiple of a
         symbol's, or a difference of two.
         """
-        bounds = list(filter(is_open, self.symbols.values()))
-        differences = {first - second for first in self.sizes for second in self.sizes}
-        literals = self._literals if bounds else ()
+        numbers = {*filter(is_open, (*self.sizes, *self.symbols.values()))}
+        differences = {first - second for first in numbers for second in numbers}
         return any(
             literal in differences
-            or not all(literal % bound and abs(literal - bound) > _NEAR for bound in bounds)
-            or any(abs(literal - size) <= _NEAR for size in self.sizes)
-            for literal in literals
+            or any(literal % number == 0 or abs(literal - number) <= _NEAR for number in numbers)
+            for literal in self._literals
             if literal >= LEAST_BOUND
         )
 

@@ -74,15 +74,14 @@ def trusted_inputs(graph: Graph, index: Value) -> Roles | None:
 
 
 def _has_known_numbers(graph: Graph, index: Value) -> bool:
-    """Returns True if each number in the index is a literal, or the number of a size or a product:
-    a difference of sizes may be 0.
-    """
+    """Returns True unless a number in the index is a difference of sizes, which may be 0."""
     try:
         for value in order([index]):
-            if value.op in ("sum", "product"):
-                numbers = [*value.literal[0], value.literal[1]] if value.op == "sum" else []
-                for number in numbers or [value.literal[1].ratio]:
-                    graph.unbound(abs(int(number)))
+            numbers = [value.literal[1].ratio] if value.op == "product" else []
+            if value.op == "sum":
+                numbers = [*value.literal[0], value.literal[1]]
+            for number in filter(is_open, map(abs, numbers)):
+                graph.unbound(int(number))
     except LookupError:
         return False
     return True

@@ -430,27 +430,20 @@ def inspect(arguments: Namespace) -> int:
 
 @command(
     JSON,
-    option("first", "a dump, or what selftest --out wrote", metavar="A"),
-    option("second", "what to compare it with", metavar="B"),
+    option("first", "a dump", metavar="A"),
+    option("second", "the dump to compare it with", metavar="B"),
     _GRAPH,
 )
 def diff(arguments: Namespace) -> int:
-    """Compare two dumps by operators and wiring, not by names, or two texts of the self-test by
-    lines.
+    """Compare two dumps by operators and wiring, not by names.
 
     Exit status 1: they differ; what differs is listed.
     """
     paths = existing(arguments.first), existing(arguments.second)
     from mla_fusion.tools.inspect import compare
-    from mla_fusion.tools.selftest import HEADING
 
-    texts = [path.read_bytes() for path in paths]
-    difference: compare.Lines | compare.Difference
-    if all(text.startswith(HEADING.encode()) for text in texts):
-        difference = compare.diff_lines(*(text.decode(errors="replace") for text in texts))
-    else:
-        with user_errors(ValueError):
-            difference = compare.diff(*(_read_dump(path, arguments.graph) for path in paths))
+    with user_errors(ValueError):
+        difference = compare.diff(*(_read_dump(path, arguments.graph) for path in paths))
     return answer(difference, arguments, difference.equal)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import asdict, dataclass
-from difflib import SequenceMatcher, unified_diff
+from difflib import SequenceMatcher
 
 from mla_fusion.report import text_tables
 from mla_fusion.tools.dumps import Dump, Edge, Operator, checked
@@ -129,28 +129,3 @@ def _key(operator: Operator, by_attributes: bool) -> str:
         (name, str(value)) for name, value in operator.attributes.items() if name[:1] != "_"
     )
     return f"{operator.type} {attributes if by_attributes else ''}"
-
-
-@dataclass(frozen=True)
-class Lines:
-    """The lines that differ between two texts: "-" before those of the first, "+" of the second."""
-
-    changed: list[str]
-
-    @property
-    def equal(self) -> bool:
-        """True if no line differs."""
-        return not self.changed
-
-    def to_json(self) -> str:
-        """Returns the lines as JSON text."""
-        return text_tables.as_json({"equal": self.equal, **asdict(self)})
-
-    def __str__(self) -> str:
-        return "\n".join(self.changed) or "no line differs"
-
-
-def diff_lines(first: str, second: str) -> Lines:
-    """Returns the lines that differ between two texts."""
-    lines = [*unified_diff(first.splitlines(), second.splitlines(), n=0, lineterm="")]
-    return Lines([line for line in lines[2:] if not line.startswith("@@")])

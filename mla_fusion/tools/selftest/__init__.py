@@ -21,8 +21,6 @@ from mla_fusion.tools.selftest.check import FUSED, Result, check_call, check_pro
 from mla_fusion.tools.selftest.device import Device
 from mla_fusion.tools.selftest.samples import calls
 
-HEADING = "mla_fusion selftest"  # the first line, by which `mla-fusion diff` knows the text
-
 
 @dataclass
 class Outcome:
@@ -50,11 +48,13 @@ class Outcome:
         return text_tables.as_json(data)
 
     def __str__(self) -> str:
-        """Returns a line for each check, to be mailed, and compared by `mla-fusion diff`."""
+        """Returns a line for each check, to be mailed and compared."""
         count = len(self.results)
         versions = (f"{name} {version}" for name, version in self.versions.items())
         end = f"{count - len(self.failed)} of {count} checks passed"
-        return "\n".join(map(str, [HEADING, self.device, *versions, *self.results, end]))
+        return "\n".join(
+            map(str, ["mla_fusion selftest", self.device, *versions, *self.results, end])
+        )
 
 
 def run(device: Device, only: str = "*", progress: Callable[[Result], object] = id) -> Outcome:
