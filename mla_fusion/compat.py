@@ -258,6 +258,12 @@ def bounds_of(size: Any, part: Any) -> tuple[float, float]:
     return float(bounds.lower), float(bounds.upper)
 
 
+def take_name(node: Node, name: str) -> None:
+    """Gives a node a name; no later node of its graph gets it."""
+    node.name = name
+    node.graph._graph_namespace._used_names.add(name)
+
+
 def guarded_equal(size: Any) -> list[tuple[Any, Any]]:
     """Returns pairs of expressions that the guards of a graph with this size make equal."""
     from sympy import Eq, Expr

@@ -13,6 +13,7 @@ import torch
 from torch.fx import Graph as FxGraph
 from torch.fx import Node
 
+from mla_fusion.compat import take_name
 from mla_fusion.fx import memory
 from mla_fusion.fx.build import GraphBuilder
 from mla_fusion.fx.walk import INPUTS, is_in_last_copies, reached
@@ -200,4 +201,4 @@ def keep_output_names(old_graph: FxGraph, new_graph: FxGraph) -> None:
             continue
         if owner is not None:  # the node with this name is still read
             owner.name = new.name
-        new.name = old.name
+        take_name(new, old.name)

@@ -10,7 +10,6 @@ import functools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from math import isnan
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +22,7 @@ from mla_fusion.compile.dynamo import differs_by_call, mark_numbers
 from mla_fusion.compile.inplace import make_ready_to_run, runs_fx_graph
 from mla_fusion.config import Config
 from mla_fusion.fx.build import Builder, GraphBuilder, Recipe
-from mla_fusion.fx.kinds import filled_with, is_random, is_reshape, shape_of, value_of, word
+from mla_fusion.fx.kinds import is_random, is_reshape, shape_of, value_of, word
 from mla_fusion.fx.module_path import label
 from mla_fusion.fx.sizes import bytes_of, has_symbols, is_size, is_symbolic, same, same_shape
 from mla_fusion.fx.vector_numbers import Exact
@@ -250,8 +249,7 @@ class BoundaryBuilder(GraphBuilder):
         node.
 
         The sizes among the caller's arguments come first, read or not: other sizes may depend on
-        them. A value that is one number everywhere is filled again, without the tensor that only
-        gave its dtype.
+        them.
 
         Raises LookupError for the size of a tensor, which may be the number of tokens, and
         for a step that draws numbers.
@@ -261,23 +259,15 @@ class BoundaryBuilder(GraphBuilder):
         copies = {node: graph.node_copy(node) for node in numbers}
         by_value = {expression_of(node.meta["val"]): copies[node] for node in numbers}
         steps = nodes_between(numbers, leaves)
-        fills = {node: number for node in steps if (number := _fill(node)) is not None}
-        steps = nodes_between((*numbers, *fills), leaves)
         inputs = [node for node in self._originals if node in steps]
         for node in inputs:
             copies[node] = graph.node_copy(node)
-        for node in sorted(steps.union(fills).difference(inputs)):
+        for node in sorted(steps.difference(inputs)):
             value = value_of(node)
             if is_symbolic(value) and expression_of(value) in by_value:
                 copies[node] = by_value[expression_of(value)]
             elif word(node) in ("sym_size", "sym_numel") or is_random(node):
                 raise LookupError
-            elif node in fills:
-                options = {"dtype": value.dtype, "device": value.device}
-                copies[node] = graph.call_function(
-                    aten.full.default, (list(value.shape), fills[node]), options
-                )
-                copies[node].meta["val"] = value
             else:
                 copies[node] = graph.node_copy(node, copies.__getitem__)
         return graph, copies
@@ -313,15 +303,6 @@ class BoundaryBuilder(GraphBuilder):
                 tensors[0] if len(sources) == len(tensors) == 1 else None,
                 is_view,
             )
-
-
-def _fill(node: Node) -> float | None:
-    """Returns the number that fills a value of static shape, or None if none is known."""
-    value = value_of(node)
-    if node.op != "call_function" or not isinstance(value, Tensor) or has_symbols(value.shape):
-        return None
-    number = filled_with(node)
-    return None if number is None or isnan(number) else number
 
 
 class _PackingBuilder(GraphBuilder):

@@ -50,6 +50,7 @@ def write_in_place(graph: Graph) -> int:
 
     Such caches are inputs of the graph that nothing else reads, and buffers of the call.
     """
+    _keep_returned_copies(graph)
     return sum(map(_write_in_place, _functional_calls(graph)))
 
 
@@ -160,13 +161,16 @@ def _is_buffer(cache: Any) -> bool:
 
 
 def _is_own(call: Node, cache: Any) -> bool:
-    """Returns True if only the call, and copies of its result into the cache, use the cache."""
+    """Returns True if only the call, and the copy of its result into the cache, use the cache."""
     if _is_buffer(cache):
         return set(cache.users) == {call} or 0 in shape_of(cache)
     return (
         isinstance(cache, Node)
         and cache.op == "placeholder"
-        and all(user is call or is_copy_into(user, cache) for user in cache.users)
+        and all(
+            user is call or (is_copy_into(user, cache) and user.args[1] in call.users)
+            for user in cache.users
+        )
     )
 
 

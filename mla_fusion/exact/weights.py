@@ -162,7 +162,7 @@ class Weight:
                 return (*places[:axis], axis_places, *places[axis + 1 :])
 
             pieces += weight._map_places(padded).pieces
-        return cls(_merge_pieces(pieces))
+        return cls(tuple(pieces))
 
     def dense(self, p: int) -> Tensor:
         """The elements as a tensor."""
@@ -188,41 +188,6 @@ class Weight:
                 inner = inner * axis_factors.T.reshape(*broadcast_shape, len(rows)) % p
             total = total + field.product(inner, columns, p)
         return total % p
-
-
-def _merge_pieces(pieces: Sequence[Piece]) -> tuple[Piece, ...]:
-    """Merges pieces of one leaf that differ along one axis and are nowhere both non-zero there."""
-    merged: list[Piece] = []
-    for piece in pieces:
-        for merged_number, other in enumerate(merged):
-            if other.leaves == piece.leaves and other.factor == piece.factor:
-                pairs = zip(other.places, piece.places, strict=True)
-                places = [_merge_places(first, second) for first, second in pairs]
-                if None not in places:
-                    merged[merged_number] = Piece(piece.leaves, tuple(places), piece.factor)  # type: ignore[arg-type]
-                    break
-        else:
-            merged.append(piece)
-    return tuple(merged)
-
-
-def _merge_places(first_places: Places, second_places: Places) -> Places | None:
-    """The places of two pieces that differ along one axis, where one of them is 0. None for
-    others.
-    """
-    differing_axes = [
-        axis
-        for axis in range(len(first_places))
-        if not torch.equal(first_places[axis], second_places[axis])
-    ]
-    if len(differing_axes) != 1:
-        return None
-    first, second = first_places[differing_axes[0]], second_places[differing_axes[0]]
-    if not bool(((first == _ZERO) | (second == _ZERO)).all()):
-        return None
-    places = list(first_places)
-    places[differing_axes[0]] = torch.where(first == _ZERO, second, first)
-    return tuple(places)
 
 
 def _reshape_places(places: Places, shape: Sequence[int]) -> Places | None:

@@ -74,21 +74,18 @@ def least(value: Value) -> float:
     """A number that no element of a Value of real numbers is below, wherever it is defined."""
     op, literal, sources = value.op, value.literal, value.sources
     if op == "product":
-        factors = [float(literal[1]), *map(_least_of_power, sources, literal[0])]
+        factors = [float(literal[1])]
+        for source, power in value.operands:
+            is_even = power.numerator % 2 == 0 or power.denominator % 2 == 0
+            base = max(least(source), 0.0) if is_even else least(source)
+            factors.append(-inf if base < 0 else base ** float(power) if power > 0 else 0.0)
         return prod(factors) if min(factors) >= 0 else -inf
     if op == "sum":
-        terms = zip(literal[0], sources, strict=True)
-        lower_bounds = [
-            float(times) * least(source) if times > 0 else -inf for times, source in terms
-        ]
-        return sum(lower_bounds, start=float(literal[1]))
-    if op == "reduce":
-        count, inner = prod(sources[0].shape[axis] for axis in literal), least(sources[0])
-        if is_open(count):
-            return inner if inner >= 0 else -inf
-        return inner * count
-    if op in ("reshape", "permute", "expand", "slice", "cast", "join"):
-        return min(map(least, sources))
+        terms = [float(times) * least(source) for source, times in value.operands if times > 0]
+        return float(literal[1]) + sum(terms) if len(terms) == len(sources) else -inf
+    if op in ("reduce", "reshape", "permute", "expand", "slice", "cast", "join"):
+        inner = min(map(least, sources))
+        return -inf if op == "reduce" and inner < 0 else inner
     return 0.0 if value.function in ("abs", "exp", "relu", "sigmoid") else -inf
 
 
@@ -103,15 +100,6 @@ def _remainders(terms: dict[Value, Fraction]) -> Iterator[tuple[Value, int]]:
             if divisor > 0 and terms.get(source, 0) * divisor == -times:
                 del terms[quotient]
                 yield source, divisor
-
-
-def _least_of_power(value: Value, power: Fraction) -> float:
-    """A number that no element of a Value to a power is below."""
-    is_even = power.numerator % 2 == 0 or power.denominator % 2 == 0
-    base = max(least(value), 0.0) if is_even else least(value)
-    if base < 0:
-        return -inf
-    return base ** float(power) if power > 0 else 0.0
 
 
 @lru_cache(maxsize=1 << 15)

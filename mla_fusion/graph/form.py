@@ -38,7 +38,7 @@ from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import lru_cache
+from functools import lru_cache, reduce
 from itertools import accumulate, groupby
 from math import prod
 from operator import attrgetter
@@ -775,7 +775,8 @@ class Form:
             left = first.sources[0]
             if all(value.op == "dot" and value.sources[0] is left for value in values):
                 return self._dot(left, self.join([value.sources[1] for value in values], axis))
-        return self.make("join", values, axis, shape, first.dtype)
+        dtype = reduce(_promoted, (value.dtype for value in values))
+        return self.make("join", values, axis, shape, dtype)
 
     def _merge_slices(self, values: Sequence[Value], axis: int) -> list[Value]:
         """Merges consecutive slices of one Value into one slice."""
@@ -835,32 +836,31 @@ class Form:
         is_same = all(source is old for source, old in zip(sources, value.sources, strict=True))
         if is_same and dtype is None:
             return value
-        op, literal, dtype = value.op, value.literal, dtype or value.dtype
+        op, literal, shape, dtype = value.op, value.literal, value.shape, dtype or value.dtype
         if op == "sum":
             terms = zip(literal[0], sources, strict=True)
-            return self.expand(self.total(terms, literal[1], dtype), value.shape)
+            return self.expand(self.total(terms, literal[1], dtype), shape)
         if op == "product":
             factors = zip(sources, literal[0], strict=True)
-            return self.expand(self.product(factors, literal[1], dtype), value.shape)
+            return self.expand(self.product(factors, literal[1], dtype), shape)
         if op == "function":
             name, literals = literal
             result = self.function(name, *sources, literals=literals, dtype=dtype)
-            return self.expand(result, value.shape)
+            return self.expand(result, shape)
         if op == "dot":
             return self.dot(*sources)
         if op in ("reshape", "expand"):
-            return getattr(self, op)(sources[0], value.shape)
+            return getattr(self, op)(sources[0], shape)
         if op in ("permute", "reduce", "cast"):
             return getattr(self, op)(sources[0], literal)
         if op == "slice":
             axis, start, step = literal
-            last = start + (value.shape[axis] - 1) * step
-            return self.slice(sources[0], axis, start, last + 1, step)
+            return self.take(sources[0], axis, range(start, start + shape[axis] * step, step))
         if op == "join":
             return self.join(sources, literal)
         if op == "gather":
             return self.gather(sources[0], literal, sources[1])
-        return self.make(op, sources, literal, value.shape, value.dtype)
+        return self.make(op, sources, literal, shape, dtype)
 
     def substituted(self, value: Value, replacements: Mapping[Value, Value]) -> Value:
         """Rebuilds ``value`` with some Values replaced by others."""
@@ -1099,6 +1099,15 @@ def _is_quantised(rows: Value) -> bool:
     rows = strip(rows, "reshape", "expand")
     is_quantised = rows.function in BYTES
     return is_quantised or rows.dtype.itemsize == 1
+
+
+def _promoted(first: torch.dtype, second: torch.dtype) -> torch.dtype:
+    """The dtype of numbers of both dtypes. Bytes beside wider floats are such floats."""
+    narrow, wide = sorted(
+        (first, second), key=lambda dtype: (dtype.itemsize, dtype.is_floating_point)
+    )
+    is_byte = narrow.itemsize == 1 and wide.is_floating_point
+    return wide if is_byte else torch.promote_types(narrow, wide)
 
 
 def _is_wide(dtype: torch.dtype) -> bool:

@@ -213,8 +213,11 @@ def _(c: Call, x: Value, dims: Sequence[int]) -> Value:
 @operator("repeat")
 def _(c: Call, x: Value, repeats: Sequence[int]) -> Value:
     sizes = *[1] * (len(repeats) - len(x.shape)), *x.shape
-    ones = [n for size in sizes for n in (1, size)]
-    counts = [n for pair in zip(repeats, sizes, strict=True) for n in pair]
+    ones, counts = list[int](), list[int]()
+    for times, size in zip(repeats, sizes, strict=True):
+        is_one_axis = 1 in (times, size)
+        ones += [size] if is_one_axis else [1, size]
+        counts += [times * size] if is_one_axis else [times, size]
     return c.form.reshape(c.form.expand(c.form.reshape(x, ones), counts), c.shape)
 
 
@@ -284,10 +287,13 @@ def _(c: Call, x: Value, index: Value | None = None, dim: int = 0, **options: An
     """
     index = index if index is not None else options["indices"]
     dim %= len(x.shape)
-    if len(index.shape) != len(x.shape) or any(
-        n != x.shape[at] for at, n in enumerate(index.shape) if at != dim
-    ):
+    if len(index.shape) != len(x.shape):
         raise Departs
+    for at, size in enumerate(index.shape):
+        if at != dim and size != x.shape[at]:
+            if c.name != "gather":  # its index is broadcast
+                raise Departs
+            x = _first_entries(c.form, x, at, size)
     row_index = _row_index(c, index, dim, dim + 1)
     if row_index is not None:
         return c.form.gather(x, dim, row_index)

@@ -103,9 +103,8 @@ class Graph:
         self.symbols: dict[str, int] = {}
         self._guarded_numbers: dict[Any, Any] | None = None  # sizes that guards fix to a number
         self._open_functions: tuple[OpOverload, ...] = ()  # user's operators being read
-        self.form, self.sizes = Form(keeps_parts), dict[int, Any]()
-        while not self._has_read():
-            self.form, self.sizes = Form(keeps_parts), {}
+        while not self._has_read(Form(keeps_parts)):
+            pass
 
     def _clear(self) -> None:
         """Empties all that reading fills."""
@@ -127,13 +126,16 @@ class Graph:
         self._aliases: dict[Node, list[Node]] = {}
         self._literals = set[float]()  # the numbers among the arguments and sizes of the graph
 
-    def _has_read(self) -> bool:
+    def _has_read(self, form: Form) -> bool:
         """Reads every node. Returns False if a symbol needs another number: read again.
+
+        form  makes the Values
 
         Two sizes turned out to be equal, or the number of a symbolic size is that of a literal, or
         looks like one.
         """
         self._clear()
+        self.form, self.sizes = form, dict[int, Any]()
         try:
             for node in self.gm.graph.nodes:
                 self._read(node)

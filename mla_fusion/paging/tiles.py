@@ -39,12 +39,7 @@ def pack_rows(ckv: Tensor, kr: Tensor, scale: Tensor) -> Tensor:
 
 
 def unpack_rows(
-    rows: Tensor,
-    *,
-    hckv: int = 512,
-    dr: int = 64,
-    tile: int = 128,
-    kr_dtype: torch.dtype = torch.bfloat16,
+    rows: Tensor, *, hckv: int = 512, dr: int = 64, tile: int = 128
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns views of rows: ``(ckv [.., hckv], kr [.., dr], scale [.., hckv/tile])``.
 
@@ -60,7 +55,7 @@ def unpack_rows(
     if rows.numel() and rows.stride(-1) != 1:
         refuse("rows", "rows of adjacent bytes", f"a last stride of {rows.stride(-1)}")
     ckv, kr, scale = rows.tensor_split((hckv, hckv + 2 * dr), -1)
-    return ckv, kr.view(kr_dtype), scale.view(torch.float32)
+    return ckv, kr.view(torch.bfloat16), scale.view(torch.float32)
 
 
 def numbers_of_rows(rows: Tensor, *, hckv: int, dr: int, tile: int) -> Tensor:

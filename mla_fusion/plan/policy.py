@@ -20,6 +20,7 @@ from mla_fusion.graph.numbers import Number
 from mla_fusion.graph.read import Graph, values_of
 from mla_fusion.plan.outputs import departure_at
 from mla_fusion.propose.prologue import Proposal
+from mla_fusion.propose.quantised import operand_format
 
 NARROW = (
     "the float32 norm weights hold bfloat16 numbers (looked at, and again whenever they are packed)"
@@ -40,10 +41,12 @@ def check_region(graph: Graph, proposal: Proposal, region: Iterable[Node]) -> No
     if len(labels) > 1:
         label_names = ", ".join(sorted(map(str, labels)))
         raise Departure("stream.mixed", f"the labels are {label_names}", proposal.products)
-    products, mode = {*proposal.products}, proposal.arguments.get("weight_quant_mode")
+    mode = proposal.arguments.get("weight_quant_mode")
+    dots = (value for value in proposal.products if value.op == "dot")
+    products = {value for value in dots if operand_format(value.sources[0]) is None}
 
     def is_product(node: Node) -> bool:
-        """Returns True if the node holds a product that the kernel computes inside."""
+        """Returns True if the node holds a product of floats that the kernel computes inside."""
         values = values_of(graph.readings[node])
         return any(strip_reshapes(graph.form.split(value)[1]) in products for value in values)
 
@@ -56,13 +59,13 @@ def check_region(graph: Graph, proposal: Proposal, region: Iterable[Node]) -> No
         if tensor.dtype == torch.bfloat16 and _is_statistic(graph.readings[node]):
             detail = f"{node.name}, in a norm, is bfloat16"
             raise departure_at(graph, node, "norm.low_precision", detail)
-        if not mode and is_product(node) and not any(map(is_product, node.all_input_nodes)):
+        if is_product(node) and not any(map(is_product, node.all_input_nodes)):
             _check_product(graph, node)
-    if not mode:
-        for name in ("token_x", "weight_dq", "weight_uq_qr", "weight_uk", "weight_dkv_kr"):
-            value = proposal.arguments[name]
-            if not value.active and not _holds_bfloat16(graph, value):
-                raise Departure("dtype.region", f"{name} is {value.dtype}", [value])
+    for name in ("token_x", "weight_dq", "weight_uq_qr", "weight_uk", "weight_dkv_kr"):
+        value = proposal.arguments[name]
+        is_float = not (value.active or (mode and value.dtype.itemsize == 1))
+        if is_float and not _holds_bfloat16(graph, value):
+            raise Departure("dtype.region", f"{name} is {value.dtype}", [value])
     for name in _GAMMAS:
         value = proposal.arguments[name]
         number, weight = graph.form.split(value)

@@ -77,9 +77,8 @@ def _has_known_numbers(graph: Graph, index: Value) -> bool:
     """Returns True unless a number in the index is a difference of sizes, which may be 0."""
     try:
         for value in order([index]):
-            numbers = [value.literal[1].ratio] if value.op == "product" else []
-            if value.op == "sum":
-                numbers = [*value.literal[0], value.literal[1]]
+            is_sum = value.op == "sum"
+            numbers = value.literal[0] if is_sum else [graph.form.split(value)[0].ratio]
             for number in filter(is_open, map(abs, numbers)):
                 graph.unbound(int(number))
     except LookupError:
@@ -97,7 +96,7 @@ def _trusted_inputs(index: Value, role: str) -> Roles | None:
 
     role  the role of an input that holds the index itself
     """
-    inner = _strip(index, "reshape", "slice", "expand")
+    inner = _strip(index, "reshape", "slice", "expand", "permute")
     if inner.op == "leaf" and not inner.is_float:  # includes buffers of the model's cache
         return {inner: role}
     if inner.op == "count" or _is_scaled_count(inner):

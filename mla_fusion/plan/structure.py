@@ -78,4 +78,4 @@ def _kind_of(graph: Graph, node: Node) -> object:
 def _describe_call(node: Node, numbers: Mapping[Node, int]) -> object:
     """Returns what a node calls, with numbers in place of nodes."""
     arguments = map_arg((node.args, node.kwargs), lambda read: f"%{numbers[read]}")
-    return node.target, repr(arguments)
+    return node.target, repr(arguments), node.meta.get("stream_label")

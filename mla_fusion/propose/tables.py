@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from mla_fusion.exact.evaluate import Evaluation, Undecided
-from mla_fusion.exact.weights import Weight
 from mla_fusion.graph.form import MOVES, Value, filled_with
 from mla_fusion.graph.layout import (
     Layout,
@@ -33,9 +32,7 @@ def table_candidates(site: Site, evaluation: Evaluation) -> list[tuple[Value, Te
     form, candidates = site.projections.form, dict[Value, Tensor]()
     for value, layout in _operands_beside(site):
         try:
-            numbers = evaluation.beside(value, layout)
-            if isinstance(numbers, Weight):
-                continue
+            numbers = evaluation.dense(evaluation.beside(value, layout))
             rows = to_rows(form, value, layout, site.tokens)
             if rows in candidates:
                 continue
@@ -65,8 +62,9 @@ def _operands_beside(site: Site) -> Iterator[tuple[Value, Layout]]:
                     source, [own if is_token_free(axis) else size for axis, size, own in sizes]
                 )
                 axes = broadcast_to(axes, source)
+            is_one_row = site.tokens == 1 and value.op != "dot"
             for moved_source in _moved_sources(source, axes):
-                if moved_source not in seen and has_tokens(moved_source[1]):
+                if moved_source not in seen and (is_one_row or has_tokens(moved_source[1])):
                     seen.add(moved_source)
                     yield moved_source
 

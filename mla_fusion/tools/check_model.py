@@ -9,7 +9,6 @@ from argparse import Namespace
 from copy import deepcopy
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from time import perf_counter
 from typing import Any
 
 import torch
@@ -30,14 +29,9 @@ class Comparison:
 
     tokens: int
     equal: int
-    seconds_before: float
-    seconds_after: float
 
     def __str__(self) -> str:
-        return (
-            f"generated {self.tokens} tokens: the first {self.equal} are equal;"
-            f" {self.seconds_before:.2f} s before, {self.seconds_after:.2f} s after"
-        )
+        return f"generated {self.tokens} tokens: the first {self.equal} are equal"
 
 
 @dataclass(frozen=True)
@@ -107,7 +101,7 @@ def _plan(config: Any) -> Prepacked | str:
     try:
         return prepack(step, torch.zeros(1, 1, dtype=torch.int64, device="meta"))
     except (ValueError, CaptureError) as error:
-        return f"prepack: not planned: {_first_line(error)}"
+        return f"prepack: not planned: {text_tables.first_line(error)}"
 
 
 def _config(folder: Path) -> Any:
@@ -122,7 +116,8 @@ def _config(folder: Path) -> Any:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # a field of a wrong type can raise anything
         raise UserError(
-            _own_classes(file) or f"transformers cannot read {file}: {_first_line(error)}"
+            _own_classes(file)
+            or f"transformers cannot read {file}: {text_tables.first_line(error)}"
         ) from error
     # transformers asks the user whether to trust code that a nested configuration names
     for part in (config, *(getattr(config, name, None) for name in config.sub_configs)):
@@ -172,7 +167,7 @@ def _skeleton(config: Any) -> Any:
             return auto_class.from_config(config, dtype=dtype, trust_remote_code=False)
     except Exception as error:  # sizes of the config may be impossible
         raise UserError(
-            f"transformers makes no model of this config.json: {_first_line(error)}"
+            f"transformers makes no model of this config.json: {text_tables.first_line(error)}"
         ) from error
 
 
@@ -188,21 +183,19 @@ def _compare(arguments: Namespace, config: Any) -> Comparison:
         )
     except Exception as error:  # config or weights may be broken
         raise UserError(
-            f"transformers cannot load {arguments.folder}: {_first_line(error)}"
+            f"transformers cannot load {arguments.folder}: {text_tables.first_line(error)}"
         ) from error
     model.eval()
     size = model.config.get_text_config().vocab_size
     ids = torch.randint(0, size, (1, PROMPT_TOKENS), generator=torch.Generator().manual_seed(0))
-    before, seconds_before = _generate(model, ids, arguments.tokens)
+    before = _generate(model, ids, arguments.tokens)
     hf.optimize(model)
-    after, seconds_after = _generate(model, ids, arguments.tokens)
-    equal = int((before == after).cumprod(0).sum())
-    return Comparison(arguments.tokens, equal, seconds_before, seconds_after)
+    after = _generate(model, ids, arguments.tokens)
+    return Comparison(arguments.tokens, int((before == after).cumprod(0).sum()))
 
 
-def _generate(model: Any, ids: torch.Tensor, tokens: int) -> tuple[torch.Tensor, float]:
-    """Returns the new tokens, and the seconds that they took."""
-    start = perf_counter()
+def _generate(model: Any, ids: torch.Tensor, tokens: int) -> torch.Tensor:
+    """Returns the new tokens."""
     with torch.no_grad():
         sequences = model.generate(
             ids,
@@ -211,10 +204,5 @@ def _generate(model: Any, ids: torch.Tensor, tokens: int) -> tuple[torch.Tensor,
             min_new_tokens=tokens,
             do_sample=False,
         )
-    return sequences[0, ids.shape[1] :], perf_counter() - start
-
-
-def _first_line(error: BaseException) -> str:
-    """Returns the message in one line, after the class of the error if that says more."""
-    text = " ".join(str(error).split())
-    return text if isinstance(error, (OSError, ValueError)) else f"{type(error).__name__}: {text}"
+    tokens_made: torch.Tensor = sequences[0, ids.shape[1] :]
+    return tokens_made

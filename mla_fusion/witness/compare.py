@@ -193,8 +193,8 @@ class _Witness:
                     break
             except Unrunnable as error:  # the model does not take so few tokens, or so many
                 failures.append(error)
-        if not self._tokens:
-            raise Mismatch(str(failures[0])) from failures[0]
+        if not self._figures:
+            raise Mismatch(str(next(iter(failures), "no draw is within the ranges of all steps")))
         left_out = dict.fromkeys(pair.part for pair in self._pairs if pair not in self._figures)
         return Outcome(
             "verified" + (f" except {', '.join(left_out)}" if left_out else ""),
@@ -402,11 +402,16 @@ def _has_bytes(node: Node) -> bool:
 def _squares(expected: Tensor, actual: Tensor, tokens: Collection[int]) -> tuple[Tensor, Tensor]:
     """Returns, for each row, the squared length of the difference and of the expected row.
 
-    A row runs along the last axes that are not as long as an axis of ``tokens``.
+    A row runs along the last axes that are none of ``tokens``. Of two axes of one length, the outer
+    one counts tokens.
     """
-    along, count = list[int](), 1
+    along, count, lengths, token_axes = list[int](), 1, list(tokens), set[int]()
+    for axis, size in enumerate(expected.shape):
+        if size in lengths:
+            lengths.remove(size)
+            token_axes.add(axis)
     for axis in reversed(range(expected.dim())):
-        if expected.shape[axis] not in tokens and 0 < count < _SHORTEST_ROW:
+        if axis not in token_axes and 0 < count < _SHORTEST_ROW:
             along.insert(0, axis)
             count *= expected.shape[axis]
     order = [*(axis for axis in range(expected.dim()) if axis not in along), *along]
@@ -415,8 +420,8 @@ def _squares(expected: Tensor, actual: Tensor, tokens: Collection[int]) -> tuple
         for value in (expected, actual)
     )
     difference = torch.where(a == b, 0, a - b)  # equal infinities, too
-    size = torch.where(a.isinf(), 0, a)
-    return difference.square().sum(1), size.square().sum(1)
+    finite = torch.where(a.isinf(), 0, a)
+    return difference.square().sum(1), finite.square().sum(1)
 
 
 def _distance(errors: Tensor, lengths: Tensor) -> float:

@@ -180,7 +180,7 @@ class Draws:
         # slots may be places in a table, or something may be added to them
         lower_ends = (size for size in (*sizes, self._end * 3 // 4) if size < self._end)
         end = max(lower_ends, default=0)
-        roles_above = {self._leaves.get(leaf) for leaf in leaves_above}
+        roles_above = {self._leaves.get(leaf, "").partition(" ")[0] for leaf in leaves_above}
         if end > 1 and not roles_above.isdisjoint(("slots", "positions")):
             self._end = end
             return True

@@ -385,3 +385,9 @@ def test_a_literal_is_the_number_that_was_written(dtype: torch.dtype) -> None:
         assert literal(torch.tensor(1e-6, dtype=dtype).item(), dtype) == number(Fraction(1, 10**6))
     for base, power in roots.items():
         assert literal(float(base) ** float(power)) == number(base).power(power)
+
+
+def test_a_join_has_a_dtype_that_holds_all_parts() -> None:
+    form, dtypes = Form(), (torch.int8, torch.bfloat16, torch.float16)
+    parts = [form.leaf(str(dtype), (2,), dtype, True) for dtype in dtypes]
+    assert [form.join(parts[:n], 0).dtype for n in (1, 2, 3)] == [*dtypes[:2], torch.float32]
