@@ -86,8 +86,8 @@ def quotient(c: Call, value: Value, divisor: Value, rounding: str = "floor") -> 
         return c.function(f"quotient, {rounding}", value, divisor)
     if rounding != "floor":
         least, least_divisor = bounds.least_integer(value), bounds.least_integer(divisor)
-        is_positive = least >= 0 or (value.op == "leaf" and c.is_positive(value))
-        if least_divisor < 0 or not is_positive:
+        is_not_negative = least >= 0 or (value.op == "leaf" and c.is_not_negative(value))
+        if least_divisor < 0 or not is_not_negative:
             return c.function(f"quotient, {rounding}", value, divisor)
     return c.function("quotient", value, divisor)
 

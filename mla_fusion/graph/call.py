@@ -270,7 +270,7 @@ class Call:
             return value
         return self.form.function(f"{name} that overflows", value, dtype=dtype)
 
-    def is_positive(self, value: Value) -> bool:
+    def is_not_negative(self, value: Value) -> bool:
         """True if no element is negative. It is assumed of row numbers that are made of inputs."""
         if bounds.least_integer(value) >= 0:
             return True

@@ -326,7 +326,7 @@ def take_indexed(c: Call, x: Value, indices: Sequence[Value | None]) -> Value:
     first, flat, size = flat_index(c, x.shape, indices)
     for axis, index in [*enumerate(indices)][first + 1 : first + size]:
         assert index is not None
-        if not c.is_positive(row_numbers(c, index, x.shape[axis])):  # it would wrap
+        if not c.is_not_negative(row_numbers(c, index, x.shape[axis])):  # it would wrap
             raise Departs
     last = first + size
     rows = prod(x.shape[first:last])

@@ -37,8 +37,7 @@ def trusted_inputs(graph: Graph, index: Value) -> Roles | None:
     The roles are those of ``witness.draws``. A symbolic size must not be negative, and what is
     counted from it must stay in the block. Counted places, as many as a symbolic size says, must
     stay below their role, the size of a block. Both are left out if guards of the compiled graph
-    check that. Returns None if ``index`` may repeat a
-    row, or is made in another way.
+    check that. Returns None if ``index`` may repeat a row, or is made in another way.
     """
     roles = None if _is_repeated(index) else _trusted_inputs(index, "slots")
     if roles is None or not _has_known_numbers(graph, index):
