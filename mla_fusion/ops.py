@@ -52,6 +52,10 @@ npu_scatter_nd_update(Tensor input, Tensor indices, Tensor updates) -> Tensor
 
 npu_scatter_nd_update_(Tensor(a!) input, Tensor indices, Tensor updates) -> Tensor(a!)
 
+scatter_update(Tensor input, Tensor indices, Tensor updates, int axis) -> Tensor
+
+scatter_update_(Tensor(a!) input, Tensor indices, Tensor updates, int axis) -> Tensor(a!)
+
 npu_scatter_pa_kv_cache(Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache, \
 Tensor slot_mapping, *, Tensor? compress_lens=None, Tensor? compress_seq_offsets=None, \
 Tensor? seq_lens=None, str? cache_mode="PA_NZ") -> ()
@@ -100,6 +104,7 @@ _IN_PLACE = {
     V3.name: V3.functional,
     V2.name: V2.functional,
     "npu_scatter_nd_update_": "npu_scatter_nd_update",
+    "scatter_update_": "scatter_update",
     "npu_scatter_pa_kv_cache": "npu_scatter_pa_kv_cache_functional",
 }
 

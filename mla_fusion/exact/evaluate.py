@@ -152,7 +152,7 @@ class Evaluation:
         return field.hashed(field.word(self.point.seed, op, key), *operands)
 
     def _move(self, value: Value, elements: Any, shape: tuple[int, ...]) -> Any:
-        """A move, or a sum along axes. None if a weight cannot be reshaped so."""
+        """A move, or a sum along axes. Raises Mixed if a weight cannot be reshaped so."""
         op, literal = value.op, value.literal
         if op == "reshape":
             return elements.reshape(shape)

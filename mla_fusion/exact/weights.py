@@ -13,16 +13,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from mla_fusion.exact import field
+from mla_fusion.graph.layout import Mixed
 
 RANK = 6
-_ZERO = -1  # marks a place whose element is 0
-
+_ZERO = -1 << 48  # the place of an element 0: sums with it are below 0, too
+_NONE = 1 << 62  # above every place
 
 Places = tuple[Tensor, ...]
 
@@ -31,8 +31,8 @@ Places = tuple[Tensor, ...]
 class Piece:
     """A part of a weight: one leaf, or the element-wise product of several leaves.
 
-    The element of a leaf is the one at the sum of its places along the axes. It is 0 if a place is
-    ``_ZERO``.
+    The element of a leaf is the one at the sum of its places along the axes, or 0 if that is below
+    0.
 
     leaves  the hashes of the leaves
     places  by leaf, the places along each axis
@@ -43,12 +43,9 @@ class Piece:
     places: tuple[Places, ...]
     factor: int = 1
 
-    def moved(self, move: Callable[[Places], Places | None]) -> Piece | None:
-        """The piece after a move of the places of each leaf. None if the move fails for a leaf."""
-        moved_places = [move(places) for places in self.places]
-        if None in moved_places:
-            return None
-        return Piece(self.leaves, tuple(moved_places), self.factor)  # type: ignore[arg-type]
+    def moved(self, move: Callable[[Places], Places]) -> Piece:
+        """The piece after a move of the places of each leaf."""
+        return Piece(self.leaves, tuple(map(move, self.places)), self.factor)
 
     def factors(self, p: int) -> list[Tensor]:
         """By axis, a tensor [ranks, n].
@@ -74,7 +71,7 @@ def _axis_powers(leaf: int, axis: int, places: Tensor, p: int) -> Tensor:
     )
     rows = field.powers(bases, places.clamp_min(0), p)
     rows = rows * fronts % p if axis == 0 else rows
-    return torch.where(places == _ZERO, 0, rows)
+    return torch.where(places < 0, 0, rows)
 
 
 @dataclass(frozen=True)
@@ -141,19 +138,18 @@ class Weight:
 
         return self._map_places(move)
 
-    def _map_places(self, move: Callable[[Places], Places | None]) -> Any:
-        """The weight after a move of every piece. None if a move fails."""
-        pieces = [piece.moved(move) for piece in self.pieces]
-        return None if None in pieces else Weight(tuple(pieces))  # type: ignore[arg-type]
+    def _map_places(self, move: Callable[[Places], Places]) -> Weight:
+        """The weight after a move of every piece."""
+        return Weight(tuple(piece.moved(move) for piece in self.pieces))
 
-    def reshape(self, shape: Sequence[int]) -> Weight | None:
-        """The weight in another shape. None if the places along a new axis are not sums."""
+    def reshape(self, shape: Sequence[int]) -> Weight:
+        """The weight in another shape. Raises Mixed if the places along a new axis are not sums."""
         return self._map_places(lambda places: _reshape_places(places, shape))
 
     @classmethod
     def joined(cls, weights: Sequence[Weight], axis: int) -> Weight:
         """Weights side by side along an axis."""
-        pieces, sizes = list[Any](), [weight.shape[axis] for weight in weights]
+        pieces, sizes = list[Piece](), [weight.shape[axis] for weight in weights]
         for weight_number, weight in enumerate(weights):
             before, after = sum(sizes[:weight_number]), sum(sizes[weight_number + 1 :])
 
@@ -190,61 +186,37 @@ class Weight:
         return total % p
 
 
-def _reshape_places(places: Places, shape: Sequence[int]) -> Places | None:
-    """The places along the axes of another shape. None if they are not sums along the new axes, or
-    if there are no axes.
+def _reshape_places(places: Places, shape: Sequence[int]) -> Places:
+    """The places along the axes of another shape. Raises Mixed if they are not sums along the new
+    axes, or if there are no axes.
     """
     if not shape:
-        return None
+        raise Mixed(None)
     old_axes, axes = [old_axis for old_axis in places if len(old_axis) > 1][::-1], list[Tensor]()
     start = sum(int(old_axis[0]) for old_axis in places if len(old_axis) == 1)
     for size in shape:
         axis = torch.zeros(1, dtype=torch.int64)
         while len(axis) < size:
-            if not old_axes:
-                return None
-            old_axis = old_axes.pop()
-            missing_size = size // len(axis)
-            if missing_size % len(old_axis) == 0:
-                axis = _merge_axes(axis, old_axis)
-            elif len(old_axis) % missing_size == 0:
-                halves = _split_axis(old_axis, missing_size)
-                if halves is None:
-                    return None
-                axis = _merge_axes(axis, halves[0])
-                old_axes.append(halves[1])
-            else:
-                return None
+            old_axis, missing_size = old_axes.pop(), size // len(axis)
+            if missing_size % len(old_axis):
+                old_axis, inner = _split_axis(old_axis, missing_size)
+                old_axes.append(inner)
+            axis = (axis.unsqueeze(1) + old_axis).flatten()
         axes.append(axis)
-    if old_axes:
-        return None
-    if start > 0:
-        axes = [torch.where(axes[0] == _ZERO, _ZERO, axes[0] + start), *axes[1:]]
-    elif start < 0:
-        axes = [torch.full_like(axes[0], _ZERO), *axes[1:]]
-    return tuple(axes)
+    return axes[0] + start, *axes[1:]
 
 
-def _merge_axes(outer: Tensor, inner: Tensor) -> Tensor:
-    """The places along two axes merged into one."""
-    places = outer.unsqueeze(-1) + inner
-    is_zero = (outer == _ZERO).unsqueeze(-1) | (inner == _ZERO)
-    return torch.where(is_zero, _ZERO, places).reshape(-1)
-
-
-def _split_axis(places: Tensor, size: int) -> tuple[Tensor, Tensor] | None:
-    """The places along one axis as two axes, the first of ``size``. None if they are not sums."""
+def _split_axis(places: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """The places along one axis as two axes, the first of ``size``. Raises Mixed if they are not
+    sums.
+    """
+    if len(places) % size:
+        raise Mixed(None)
     rows = places.view(size, -1)
-    is_zero = rows == _ZERO
-    zero_rows, zero_columns = is_zero.all(1), is_zero.all(0)
-    if not torch.equal(is_zero, zero_rows.unsqueeze(1) | zero_columns):
-        return None
-    if bool(zero_rows.all()):
-        return torch.full_like(rows[:, 0], _ZERO), torch.full_like(rows[0], _ZERO)
-    row, column = int((~zero_rows).nonzero()[0]), int((~zero_columns).nonzero()[0])
-    corner = rows[row, column]
-    outer, inner = rows[:, column], rows[row] - corner
-    is_sum = (outer.unsqueeze(1) + inner == rows) | zero_rows.unsqueeze(1) | zero_columns
-    if not bool(is_sum.all()) or bool((inner < 0)[~zero_columns].any()):
-        return None
-    return torch.where(zero_rows, _ZERO, outer), torch.where(zero_columns, _ZERO, inner)
+    first = int(torch.where(rows < 0, _NONE, rows).argmin())
+    row, column = divmod(first, rows.shape[1])
+    outer, inner = rows[:, column], rows[row] - places[first]
+    sums = outer.unsqueeze(1) + inner
+    if not bool(((sums == rows) | (sums.maximum(rows) < 0)).all()):
+        raise Mixed(None)
+    return outer, inner

@@ -43,8 +43,8 @@ _CASTS = frozenset(
 _WRITERS = frozenset(
     """
     _unsafe_index_put copy diagonal_scatter index_add index_copy index_fill index_put index_reduce
-    masked_scatter npu_scatter_nd_update scatter scatter_add scatter_reduce select_scatter
-    slice_scatter
+    masked_scatter npu_scatter_nd_update scatter scatter_add scatter_reduce scatter_update
+    select_scatter slice_scatter
     """.split()
 )
 # These write caches, though their schemas do not say so.

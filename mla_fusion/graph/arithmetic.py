@@ -261,8 +261,6 @@ def matrix_product(c: Call, x: Value, other: Value) -> Value:
         if not (len(other.shape) == 2 and leading == x.shape[:-2]):
             x = form.expand(x, (*leading, *x.shape[-2:]))
             other = form.expand(other, (*leading, *other.shape[-2:]))
-    if x.active and other.active and x.shape[-2] == other.shape[-1] == 1:  # squares of rows
-        return form.reduce(form.times(x, form.transposed(other)), [-1], keep=True)
     return form.dot(x, other)
 
 

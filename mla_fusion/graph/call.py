@@ -29,7 +29,7 @@ from mla_fusion.graph.form import (
     serial,
     strip,
 )
-from mla_fusion.graph.numbers import ONE, Number, is_open, literal, number
+from mla_fusion.graph.numbers import ONE, Number, is_open, literal
 
 
 @dataclass(frozen=True)
@@ -202,9 +202,6 @@ class Call:
             return self.function_if_overflow(total, dtype, "sum")
         shape = broadcast(value.shape for _, value in terms)
         nonzero = [(times, value) for times, value in terms if not _is_zero(value)]
-        if not constant and len(nonzero) == 1 and number(nonzero[0][0]).is_power_of_two:
-            times, value = nonzero[0]
-            return form.expand(form.scaled(form.cast(value, dtype), number(times)), shape)
         nonzero.sort(key=lambda term: (term[1].serial, term[0]))
         literals = tuple(Fraction(times) for times, _ in nonzero), Fraction(constant)
         values = [value for _, value in nonzero]

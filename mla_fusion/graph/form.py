@@ -589,8 +589,6 @@ class Form:
             result = self.power(self.reshape(value.sources[0], shape), value.literal[0][0])
         elif value.op == "constant":
             result = self.constant(value.literal.tensor.reshape(shape))
-        elif (inner_shape := _unrepeated_shape(value, shape)) is not None:
-            result = self.expand(self.reshape(value.sources[0], inner_shape), shape)
         else:
             result = self.make("reshape", (value,), None, shape, value.dtype)
         return self.scaled(result, times)
@@ -670,10 +668,6 @@ class Form:
             return self.take(value.sources[0], axis, _chosen(inner_places, places))
         if value.op == "join" and value.literal == axis:
             return self._take_of_join(value, axis, places)
-        if value.op == "gather" and value.literal == axis:
-            base, index = value.sources
-            if index.op == "constant" and len(index.shape) == 1:
-                return self.take(base, axis, _chosen(index.literal.tensor.tolist(), places))
         if value.op == "reshape":
             inner, inner_axis = value.sources[0], _inner_axis(value, axis)
             is_joined = (inner.op, inner.literal) == ("join", inner_axis)
@@ -787,14 +781,11 @@ class Form:
                 previous is not None
                 and previous.op == value.op == "slice"
                 and previous.sources == value.sources
-                and previous.literal[0] == value.literal[0] == axis
-                and previous.literal[2] == value.literal[2] == 1
+                and previous.literal[::2] == value.literal[::2] == (axis, 1)
                 and previous.literal[1] + previous.shape[axis] == value.literal[1]
             ):
-                start = previous.literal[1]
-                merged[-1] = self.slice(
-                    previous.sources[0], axis, start, value.literal[1] + value.shape[axis]
-                )
+                end = value.literal[1] + value.shape[axis]
+                merged[-1] = self.slice(value.sources[0], axis, previous.literal[1], end)
             else:
                 merged.append(value)
         return merged
@@ -1043,24 +1034,6 @@ def _inner_axis(value: Value, axis: int) -> int | None:
     if inner_axis >= 0 and inner[inner_axis:] == shape[axis:]:
         return inner_axis
     return axis if inner[: axis + 1] == shape[: axis + 1] else None
-
-
-def _unrepeated_shape(value: Value, shape: Shape) -> Shape | None:
-    """The shape that the source of an expand takes if the expand is reshaped to ``shape``.
-
-    It is the trailing part of ``shape`` that holds the source once. None if the source is a
-    constant, or repeated along other axes than leading ones.
-    """
-    if value.op != "expand" or value.sources[0].op == "constant":
-        return None
-    inner = value.sources[0].shape
-    while inner[:1] == (1,):
-        inner = inner[1:]
-    if not inner or value.shape[-len(inner) :] != inner:
-        return None
-    starts = (at for at in range(len(shape)) if prod(shape[at:]) == prod(inner))
-    first = next(starts, None)
-    return None if first is None else shape[first:]
 
 
 def _is_power(value: Value) -> bool:

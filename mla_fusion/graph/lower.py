@@ -142,10 +142,6 @@ class Lowering:
             return handle
         if times == MINUS_ONE:
             return self.b.call(aten.neg.default, handle)
-        if not times.roots and times.ratio.numerator == 1 and 10**64 % times.ratio.denominator:
-            # a model writes 1 / 7 as a division, 0.05 as a product
-            divisor = self._scalar(number(times.ratio.denominator))
-            return self.b.call(aten.div.Tensor, handle, divisor)
         return self.b.call(aten.mul.Tensor, handle, self._scalar(times))
 
     # -- operations

@@ -19,6 +19,8 @@ from mla_fusion.reference.matmul_scatter_quant import (
     npu_scatter_pa_kv_cache,
     npu_scatter_pa_kv_cache_functional,
     npu_transpose_batchmatmul,
+    scatter_update,
+    scatter_update_,
 )
 from mla_fusion.reference.norm_rope import (
     npu_add_rms_norm,

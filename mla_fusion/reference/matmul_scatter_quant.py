@@ -62,6 +62,23 @@ def npu_scatter_nd_update(input: Tensor, indices: Tensor, updates: Tensor) -> Te
     return npu_scatter_nd_update_(input.clone(), indices, updates)
 
 
+def scatter_update_(input: Tensor, indices: Tensor, updates: Tensor, axis: int) -> Tensor:
+    """Writes ``updates[t]`` into ``input[t]`` at the places from ``indices[t]`` on of ``axis``, and
+    returns the input. If the indices are ``[T, 2]``, their first column has numbers of entries of
+    the first axis in place of t.
+    """
+    places = indices.tolist()
+    for entry, (place, rows) in enumerate(zip(places, updates.unsqueeze(1), strict=True)):
+        first, start = place if indices.dim() == 2 else (entry, place)
+        input[first : first + 1].narrow(axis, start, rows.shape[axis]).copy_(rows)
+    return input
+
+
+def scatter_update(input: Tensor, indices: Tensor, updates: Tensor, axis: int) -> Tensor:
+    """Returns a copy after `scatter_update_`."""
+    return scatter_update_(input.clone(), indices, updates, axis)
+
+
 def npu_scatter_pa_kv_cache(
     key: Tensor,
     value: Tensor,

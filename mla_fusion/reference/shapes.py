@@ -52,7 +52,7 @@ def _like_the_first(input: Tensor, *args: Any, **options: Any) -> Tensor:
     return torch.empty_like(input)
 
 
-npu_interleave_rope = npu_scatter_nd_update = npu_format_cast = _like_the_first
+npu_interleave_rope = npu_scatter_nd_update = scatter_update = npu_format_cast = _like_the_first
 
 
 def npu_rotary_mul(input: Tensor, *args: Any, **options: Any) -> Tensor:
@@ -68,6 +68,9 @@ def npu_transpose_batchmatmul(input: Tensor, weight: Tensor, **options: Any) -> 
 
 def npu_scatter_nd_update_(input: Tensor, *args: Tensor) -> Tensor:
     return input
+
+
+scatter_update_ = npu_scatter_nd_update_
 
 
 def npu_scatter_pa_kv_cache(*args: Tensor, **options: Any) -> None:

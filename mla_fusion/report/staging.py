@@ -27,8 +27,9 @@ REMEDIES: dict[str, str] = {
         "that go to no cache, or only behind a graph break, stay staged."
     ),
     "cache.writer": (
-        "Write whole rows by index_put, index_copy, scatter or npu_scatter_nd_update_, or by "
-        "slices whose bounds are numbers: cache.view(-1, width)[slots] = rows."
+        "Write whole rows by index_put, index_copy, scatter, scatter_update_ or "
+        "npu_scatter_nd_update_, or by slices whose bounds are numbers: "
+        "cache.view(-1, width)[slots] = rows."
     ),
     "cache.not_functional": (
         "Functionalise first: AOT autograd, or ExportedProgram.run_decompositions()."

@@ -313,14 +313,8 @@ def three_indices(
 
 def static_cache_args() -> tuple[Tensor, ...]:
     x, cos, sin, *_ = sequence_args()
-    return (
-        x,
-        cos,
-        sin,
-        torch.randn(2, 1, 32, HCKV).bfloat16(),
-        torch.randn(2, 1, 32, DR).bfloat16(),
-        torch.arange(4, 7),
-    )
+    caches = (torch.randn(2, 1, 32, width).bfloat16() for width in (HCKV, DR))
+    return x, cos, sin, *caches, torch.arange(4, 7)
 
 
 @entry(
@@ -352,6 +346,14 @@ class CopiedBack(StaticCache):
 
     def put(self, cache: Tensor, position: Tensor, rows: Tensor) -> None:
         cache.copy_(cache.index_copy(2, position, rows))
+
+
+@entry(IN_PLACE, source="SGLang", tags="cache, operators", alone=(STAGED,), args=static_cache_args)
+class FromALengthOn(StaticCache):
+    """scatter_update_: the rows of each sequence, from its own number on."""
+
+    def put(self, cache: Tensor, position: Tensor, rows: Tensor) -> None:
+        npu.scatter_update_(cache, position[:2], rows, -2)
 
 
 @entry(IN_PLACE, source=OURS, tags="cache", args=partial(paged_args, 1))

@@ -90,8 +90,9 @@ def test_opcheck_passes_on_the_small_operators() -> None:
             )
             for op in (npu.npu_scatter_pa_kv_cache, npu.npu_scatter_pa_kv_cache_functional)
         ),
-        (npu.npu_dynamic_quant, (x,), {}),
-        (npu.npu_dynamic_quant, (x.transpose(0, 1),), {}),
+        (npu.scatter_update, (x, torch.tensor([1, 0]), x[:2, :2].clone(), 1), {}),
+        (npu.scatter_update_, (x.clone(), torch.tensor([[2, 1]]), x[:1, :2].clone(), 1), {}),
+        *((npu.npu_dynamic_quant, (rows,), {}) for rows in (x, x.transpose(0, 1))),
         *((npu.npu_dynamic_quant, (x,), {"dst_type": number}) for number in (24, 292, 290)),
         (npu.npu_dynamic_mx_quant, (noise(3, 4, 128),), {"dst_type": 24}),
         (npu.npu_dynamic_mx_quant, (noise(3, 96),), {"dst_type": 292}),
