@@ -11,7 +11,7 @@ Moves change the places along each axis.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 import torch
@@ -42,10 +42,6 @@ class Piece:
     leaves: tuple[int, ...]
     places: tuple[Places, ...]
     factor: int = 1
-
-    def moved(self, move: Callable[[Places], Places]) -> Piece:
-        """The piece after a move of the places of each leaf."""
-        return Piece(self.leaves, tuple(map(move, self.places)), self.factor)
 
     def factors(self, p: int) -> list[Tensor]:
         """By axis, a tensor [ranks, n].
@@ -95,9 +91,8 @@ class Weight:
 
     def scaled(self, factor: int) -> Weight:
         """All elements times a factor."""
-        return Weight(
-            tuple(Piece(piece.leaves, piece.places, piece.factor * factor) for piece in self.pieces)
-        )
+        pieces = (replace(piece, factor=piece.factor * factor) for piece in self.pieces)
+        return Weight(tuple(pieces))
 
     def times(self, other: Weight) -> Weight:
         """The product with a weight of the same shape, element by element."""
@@ -139,8 +134,9 @@ class Weight:
         return self._map_places(move)
 
     def _map_places(self, move: Callable[[Places], Places]) -> Weight:
-        """The weight after a move of every piece."""
-        return Weight(tuple(piece.moved(move) for piece in self.pieces))
+        """The weight after a move of the places of every leaf."""
+        pieces = (replace(piece, places=tuple(map(move, piece.places))) for piece in self.pieces)
+        return Weight(tuple(pieces))
 
     def reshape(self, shape: Sequence[int]) -> Weight:
         """The weight in another shape. Raises Mixed if the places along a new axis are not sums."""

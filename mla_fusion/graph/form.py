@@ -589,6 +589,8 @@ class Form:
             result = self.power(self.reshape(value.sources[0], shape), value.literal[0][0])
         elif value.op == "constant":
             result = self.constant(value.literal.tensor.reshape(shape))
+        elif (inner_shape := _unrepeated_shape(value, shape)) is not None:
+            result = self.expand(self.reshape(value.sources[0], inner_shape), shape)
         else:
             result = self.make("reshape", (value,), None, shape, value.dtype)
         return self.scaled(result, times)
@@ -1034,6 +1036,24 @@ def _inner_axis(value: Value, axis: int) -> int | None:
     if inner_axis >= 0 and inner[inner_axis:] == shape[axis:]:
         return inner_axis
     return axis if inner[: axis + 1] == shape[: axis + 1] else None
+
+
+def _unrepeated_shape(value: Value, shape: Shape) -> Shape | None:
+    """The shape that the source of an expand takes if the expand is reshaped to ``shape``.
+
+    It is the trailing part of ``shape`` that holds the source once. None if the source is a
+    constant, or repeated along other axes than leading ones.
+    """
+    if value.op != "expand" or value.sources[0].op == "constant":
+        return None
+    inner = value.sources[0].shape
+    while inner[:1] == (1,):
+        inner = inner[1:]
+    if not inner or value.shape[-len(inner) :] != inner:
+        return None
+    starts = (at for at in range(len(shape)) if prod(shape[at:]) == prod(inner))
+    first = next(starts, None)
+    return None if first is None else shape[first:]
 
 
 def _is_power(value: Value) -> bool:

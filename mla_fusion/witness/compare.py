@@ -405,10 +405,10 @@ def _squares(expected: Tensor, actual: Tensor, tokens: Collection[int]) -> tuple
     A row runs along the last axes that are none of ``tokens``. Of two axes of one length, the outer
     one counts tokens.
     """
-    along, count, lengths, token_axes = list[int](), 1, list(tokens), set[int]()
+    along, count, token_counts, token_axes = list[int](), 1, list(tokens), set[int]()
     for axis, size in enumerate(expected.shape):
-        if size in lengths:
-            lengths.remove(size)
+        if size in token_counts:
+            token_counts.remove(size)
             token_axes.add(axis)
     for axis in reversed(range(expected.dim())):
         if axis not in token_axes and 0 < count < _SHORTEST_ROW:
@@ -419,9 +419,12 @@ def _squares(expected: Tensor, actual: Tensor, tokens: Collection[int]) -> tuple
         value.permute(order).reshape(count and expected.numel() // count, count)
         for value in (expected, actual)
     )
-    difference = torch.where(a == b, 0, a - b)  # equal infinities, too
-    finite = torch.where(a.isinf(), 0, a)
-    return difference.square().sum(1), finite.square().sum(1)
+    lengths = a.square().sum(1)
+    errors, rows = torch.zeros_like(lengths), (a != b).any(1) | lengths.isinf()
+    a, b = a[rows], b[rows]  # most rows of a cache are neither written nor infinite
+    errors[rows] = torch.where(a == b, 0, a - b).square().sum(1)  # equal infinities, too
+    lengths[rows] = torch.where(a.isinf(), 0, a).square().sum(1)
+    return errors, lengths
 
 
 def _distance(errors: Tensor, lengths: Tensor) -> float:
