@@ -436,20 +436,20 @@ def _(c: Call, x: Value, indices: Value, updates: Value, axis: int) -> Value:
     """Writes rows into each entry of the first axis, from a row number of its own on.
 
     indices  the row numbers [t], or the numbers of entries and rows [t, 2]
+
+    Raises ValueError for entries of several heads.
     """
     form, axis = c.form, axis % len(x.shape)
-    if not axis or prod(x.shape[1:axis]) != 1:  # several heads
-        raise Departs
-    count, *row = updates.shape[axis:]
-    for sizes in zip(x.shape[axis + 1 :], row, strict=True):
+    base, rows = (
+        form.reshape(value, (value.shape[0], *value.shape[axis:])) for value in (x, updates)
+    )
+    for sizes in zip(base.shape[2:], rows.shape[2:], strict=True):
         c.equate(*sizes)
-    entries, starts = _column(c, updates.shape[0]), indices
+    entries, starts = _column(c, rows.shape[0]), indices
     if len(indices.shape) == 2:
         entries, starts = (form.slice(indices, 1, place, place + 1) for place in (0, 1))
     first = form.cast(form.reshape(starts, entries.shape), torch.int64)
-    places = Call(form, "places", (), torch.int64).plus(first, form.count(count))
-    rows = form.reshape(updates, (updates.shape[0], count, *row))
-    base = form.reshape(x, (x.shape[0], *x.shape[axis:]))
+    places = Call(form, "places", (), torch.int64).plus(first, form.count(rows.shape[1]))
     return form.reshape(write_indexed(c, base, [entries, places], rows), x.shape)
 
 
