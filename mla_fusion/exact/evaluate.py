@@ -287,10 +287,7 @@ class Evaluation:
         (base, index), axis = value.sources, value.literal
         table = self.beside(base, base_layout)
         if index.op == "constant" and not has_tokens(index_layout):
-            places = index.literal.tensor
-            if isinstance(table, Weight):
-                return table.index_select(axis, places) if places.dim() == 1 else None
-            rows = table.index_select(axis, places.reshape(-1))
+            rows = table.index_select(axis, index.literal.tensor.reshape(-1))
             return rows.reshape(self.binding.shape(layout))
         if isinstance(table, Weight):
             return None

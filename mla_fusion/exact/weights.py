@@ -22,7 +22,6 @@ from mla_fusion.graph.layout import Mixed
 
 RANK = 6
 _ZERO = -1 << 48  # the place of an element 0: sums with it are below 0, too
-_NONE = 1 << 62  # above every place
 
 Places = tuple[Tensor, ...]
 
@@ -197,7 +196,7 @@ def _reshape_places(places: Places, shape: Sequence[int]) -> Places:
             if missing_size % len(old_axis):
                 old_axis, inner = _split_axis(old_axis, missing_size)
                 old_axes.append(inner)
-            axis = (axis.unsqueeze(1) + old_axis).flatten()
+            axis = (axis.unsqueeze(1) + old_axis).flatten().clamp_min(_ZERO)
         axes.append(axis)
     return axes[0] + start, *axes[1:]
 
@@ -209,7 +208,7 @@ def _split_axis(places: Tensor, size: int) -> tuple[Tensor, Tensor]:
     if len(places) % size:
         raise Mixed(None)
     rows = places.view(size, -1)
-    first = int(torch.where(rows < 0, _NONE, rows).argmin())
+    first = int(rows.masked_fill(rows < 0, -_ZERO).argmin())
     row, column = divmod(first, rows.shape[1])
     outer, inner = rows[:, column], rows[row] - places[first]
     sums = outer.unsqueeze(1) + inner

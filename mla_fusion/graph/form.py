@@ -907,7 +907,7 @@ def _broadcast(shapes: frozenset[Shape]) -> Shape:
         for axis in range(1, len(shape) + 1):
             if shape[-axis] != 1:
                 if sizes[-axis] not in (1, shape[-axis]):
-                    raise ValueError(f"sizes {sizes[-axis]} and {shape[-axis]} of one axis")
+                    raise ValueError(sizes[-axis], shape[-axis])
                 sizes[-axis] = shape[-axis]
     return tuple(sizes)
 

@@ -325,8 +325,8 @@ def take_indexed(c: Call, x: Value, indices: Sequence[Value | None]) -> Value:
     """The elements at the row numbers of neighbouring axes."""
     first, flat, size = flat_index(c, x.shape, indices)
     for axis, index in [*enumerate(indices)][first + 1 : first + size]:
-        assert index is not None
-        if not c.is_not_negative(row_numbers(c, index, x.shape[axis])):  # it would wrap
+        # a negative one would wrap
+        if not c.is_not_negative(row_numbers(c, index, x.shape[axis])):  # type: ignore[arg-type]
             raise Departs
     last = first + size
     rows = prod(x.shape[first:last])

@@ -49,7 +49,8 @@ Reading = Any  # a Value, a Pair, a list of these, a number, or None
 # halves, quarters and differences of these have large prime factors, too
 _FIRST_PRIMES = (10007, 11083, 12517, 15629, 19427, 21881, 26513, 34261, 38119, 43987)
 _NEAR = 64  # ``t[-1]`` of a symbolic axis is the entry of the number before its size
-_MOST_BOUND = 1 << 18  # symbols with greater numbers are not bound anew
+_MOST_BOUND = 1 << 18  # sizes with symbols of greater numbers may look like literals
+_MOST_TRIED = 1 << 40  # greatest number of a symbol
 _MOST_FOLDED = 1 << 16  # most elements of a tensor of literals that is computed while reading
 _PLACE_ARGUMENTS = ("shifts", "index", "offset", "diagonal")
 # places of arguments that an operator writes against its schema: the result that holds the same
@@ -135,6 +136,8 @@ class Graph:
         looks like one.
         """
         self._clear()
+        if max(self.symbols.values(), default=0) > _MOST_TRIED:
+            raise RuntimeError("no number of a symbolic size differs from all literals")
         self.form, self.sizes = form, dict[int, Any]()
         try:
             for node in self.gm.graph.nodes:
@@ -155,11 +158,12 @@ class Graph:
         return True
 
     def _has_equal_literal(self) -> bool:
-        """True if a literal of the graph is near the number of a symbolic size, a multiple of a
-        symbol's, or a difference of two.
+        """True if a literal of the graph is near the number of a symbolic size, a multiple of it,
+        or the difference of two symbols' numbers.
         """
-        numbers = {*filter(is_open, (*self.sizes, *self.symbols.values()))}
-        differences = {first - second for first in numbers for second in numbers}
+        symbols = self.symbols.values()
+        numbers = {*filter(is_open, (*self.sizes, *symbols))}
+        differences = {first - second for first in symbols for second in symbols}
         return any(
             literal in differences
             or any(literal % number == 0 or abs(literal - number) <= _NEAR for number in numbers)
@@ -283,7 +287,9 @@ class Graph:
         numbers = {symbol: self.symbols[str(symbol)] for symbol in expression.free_symbols}
         bound_size = Size(int(expression.subs(numbers)), str(expression), polynomial, size)
         if bound_size > 1 and any(map(is_open, numbers.values())):
-            self.sizes.setdefault(int(bound_size), size)
+            known = self.sizes.setdefault(int(bound_size), size)
+            if hint_of(known) != hint_of(size):  # two sizes have one number by chance
+                self._literals.add(bound_size)
         return bound_size
 
     def size_of(self, leaf: Value) -> Any:
@@ -723,9 +729,8 @@ class Graph:
 
         A symbol and a number are not equated: torch may leave such a symbol open.
         """
-        numbers = {int(word) for word in str(error).split() if word.isdigit()}
-        if isinstance(error, ValueError) and len(numbers) == 2 and all(map(is_open, numbers)):
-            self._equate(*numbers)
+        if isinstance(error, ValueError) and len(error.args) == 2 and all(map(is_open, error.args)):
+            self._equate(*error.args)
 
     def _equate(self, smaller: int, larger: int) -> None:
         """Raises EqualSizes(number, replacement) if equal sizes need another bound number.
