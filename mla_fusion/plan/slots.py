@@ -2,7 +2,7 @@
 
 ``caches.py`` asks this before it plans an in-place write. Three kinds of row numbers are accepted:
 
-* numbers of one integer input, which are trusted
+* numbers of one integer input, which are trusted, perhaps times a number and plus another
 * counted numbers, from such an input's one number on or from a symbolic size on, or entries of such
   an input at counted places
 * ``table[s // b] * b + s % b``: places in the blocks of a block table, of positions that are an
@@ -98,7 +98,7 @@ def _trusted_inputs(index: Value, role: str) -> Roles | None:
     inner = _strip(index, "reshape", "slice", "expand", "permute")
     if inner.op == "leaf" and not inner.is_float:  # includes buffers of the model's cache
         return {inner: role}
-    if inner.op == "count" or _is_scaled_count(inner):
+    if inner.op == "count":
         return {}
     if inner.is_number:  # one row, or it would be repeated
         return {} if inner.literal[1].ratio >= 0 else None
@@ -115,22 +115,19 @@ def _trusted_inputs(index: Value, role: str) -> Roles | None:
         starts = {} if prod(places.shape) == 1 else _trusted_inputs(places, "")
         roles = None if _is_repeated(rows) else _trusted_inputs(rows, role)
         return None if starts is None or roles is None else starts | roles
-    if inner.op != "sum":
-        return None
-    if inner.literal[0] != (1,):
+    if inner.op == "sum" and len(inner.sources) > 1:
         return _inputs_of_sum(inner)
+    if inner.op == "sum":
+        (times,), first = inner.literal
+    elif inner.op == "product" and inner.literal[0] == (1,):
+        times, first = inner.literal[1].ratio, 0
+    else:
+        return None
     (source,) = inner.sources
-    is_shown = inner.literal[1] >= 0 and not _is_repeated(source)
-    return _trusted_inputs(source, role) if is_shown else None
-
-
-def _is_scaled_count(value: Value) -> bool:
-    """Returns True if the Value is a positive number times a count."""
-    if value.op != "product" or len(value.sources) != 1 or value.literal[0] != (1,):
-        return False
-    (source,) = value.sources
-    is_count = _strip_views_and_casts(source).op == "count" and not _is_repeated(source)
-    return is_count and value.literal[1].ratio > 0
+    is_shown = times > 0 and first >= 0 and not _is_repeated(source)
+    roles = _trusted_inputs(source, role) if is_shown else None
+    # a place times a number may be in another block
+    return roles if times == 1 or role == "slots" or not roles else None
 
 
 def block_size_of(index: Value) -> int:
