@@ -91,9 +91,7 @@ class NewRowsRead(Base):
 
 @entry(IN_PLACE, source=OURS, tags="cache, device")
 class SlotsFromQuery(Base):
-    """Slots cast from a product may be negative, so the model's own writes stay, which also come
-    late enough.
-    """
+    """Slots cast from a product may be negative: the model's own writes stay, and come late."""
 
     def slots(self, slots: Tensor, query: Tensor) -> Tensor:
         return slots + (query[:, 0, 0] * 0).long()
@@ -110,9 +108,7 @@ class SlotsInTwoWays(Base):
 
 @entry(IN_PLACE, source=OURS, tags="cache, device")
 class SlotsInBlocksOfAView(Base):
-    """By (block, offset) in views whose blocks are not the caches': one with a slot of that name,
-    one without.
-    """
+    """By (block, offset) in a view whose blocks are not the cache's, and by slots."""
 
     def write(self, kv_cache, kr_cache, slots, c_kv, k_pe) -> None:
         kv_cache.view(-1, 8, HCKV).index_put_((slots // 8, slots % 8), c_kv)
@@ -132,9 +128,7 @@ class SlotsInBlocksOfTheCache(Base):
 
 @entry(IN_PLACE, source="vllm-ascend", tags="cache, operators, device")
 class BothByOneOperator(Base):
-    """vLLM-Ascend without rotation of its own: npu_scatter_pa_kv_cache takes the rows of both
-    caches.
-    """
+    """vLLM-Ascend without rotation: npu_scatter_pa_kv_cache takes the rows of both caches."""
 
     mode = "Norm"
 
@@ -154,9 +148,7 @@ def block_table_args() -> tuple[Tensor, ...]:
 
 @entry(IN_PLACE, source="vLLM", tags="cache, device", args=block_table_args)
 class SlotsFromBlockTable(Base):
-    """vLLM: slot = block_table[request, position // BlockSize] * BlockSize + position %
-    BlockSize.
-    """
+    """vLLM: block_table[request, position // BlockSize] * BlockSize + position % BlockSize."""
 
     def forward(  # type: ignore[override]
         self,
@@ -222,9 +214,7 @@ class TablesAtPositions(SlotsFromBlockTable):
 
 @entry(IN_PLACE, STAGED, source=OURS, tags="cache, layout, device")
 class HalvesOfTheBatch(Base):
-    """Two micro-batches over one pair of caches: the second writes to what the first has
-    written.
-    """
+    """Two micro-batches over one pair of caches: the second writes what the first has written."""
 
     def forward(
         self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor
@@ -375,6 +365,16 @@ class BlocksAndPlacesOfOneInput(Base):
     def write(self, kv_cache, kr_cache, slots, c_kv, k_pe) -> None:
         kv_cache[slots[:, 0], slots[:, 1], 0] = c_kv
         kr_cache[slots[:, 0], slots[:, 1], 0] = k_pe
+
+
+def half_of_the_rows() -> tuple[Tensor, ...]:
+    return *paged_args()[:-1], torch.randperm(2 * BLOCK_SIZE)[:8]
+
+
+@entry(IN_PLACE, source=OURS, tags="cache", args=half_of_the_rows)
+class RowsOfTwoLayers(Base):
+    def slots(self, slots: Tensor, query: Tensor) -> Tensor:
+        return slots * 2 + 1
 
 
 @step("slots", IN_PLACE, tags="cache")
