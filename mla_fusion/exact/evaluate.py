@@ -229,12 +229,13 @@ class Evaluation:
         op, literal = value.op, value.literal
         if value.is_number:
             return torch.tensor(field.number(literal[1], self.point), dtype=torch.int64)
-        if op == "constant":
-            return None if has_tokens(layout) else field.elements_of(literal.tensor, self.point)
-        if op == "count":
-            return None if has_tokens(layout) else torch.arange(value.shape[0])
-        if op in ("leaf", "opaque", "write"):
+        is_literal = op in ("constant", "count")
+        if op in ("leaf", "opaque", "write") or (is_literal and has_tokens(layout)):
             return None
+        if op == "constant":
+            return field.elements_of(literal.tensor, self.point)
+        if op == "count":
+            return torch.arange(value.shape[0])
         layouts = [source_layout(value, place, layout) for place in range(len(value.sources))]
         if op == "gather" and layouts[0] is not None and layouts[1] is not None:
             return self._gather_beside(value, layouts[0], layouts[1], layout)

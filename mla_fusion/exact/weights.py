@@ -146,10 +146,10 @@ class Weight:
         """Weights side by side along an axis."""
         pieces, sizes = list[Piece](), [weight.shape[axis] for weight in weights]
         for weight_number, weight in enumerate(weights):
-            before, after = sum(sizes[:weight_number]), sum(sizes[weight_number + 1 :])
+            ends = sum(sizes[:weight_number]), sum(sizes[weight_number + 1 :])
 
-            def padded(places: Places, before: int = before, after: int = after) -> Places:
-                axis_places = torch.nn.functional.pad(places[axis], (before, after), value=_ZERO)
+            def padded(places: Places, ends: tuple[int, int] = ends) -> Places:
+                axis_places = torch.nn.functional.pad(places[axis], ends, value=_ZERO)
                 return (*places[:axis], axis_places, *places[axis + 1 :])
 
             pieces += weight._map_places(padded).pieces

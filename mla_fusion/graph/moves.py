@@ -443,8 +443,6 @@ def _(c: Call, x: Value, indices: Value, updates: Value, axis: int) -> Value:
     base, rows = (
         form.reshape(value, (value.shape[0], *value.shape[axis:])) for value in (x, updates)
     )
-    for sizes in zip(base.shape[2:], rows.shape[2:], strict=True):
-        c.equate(*sizes)
     entries, starts = _column(c, rows.shape[0]), indices
     if len(indices.shape) == 2:
         entries, starts = (form.slice(indices, 1, place, place + 1) for place in (0, 1))

@@ -158,15 +158,15 @@ class Graph:
         return True
 
     def _has_equal_literal(self) -> bool:
-        """True if a literal of the graph is near the number of a symbolic size, a multiple of it,
-        or the difference of two symbols' numbers.
+        """True if a literal of the graph is near the number of a symbolic size, or a multiple of it
+        or of the difference of two symbols' numbers.
         """
-        symbols = self.symbols.values()
-        numbers = {*filter(is_open, (*self.sizes, *symbols))}
-        differences = {first - second for first in symbols for second in symbols}
+        symbols = [*filter(is_open, self.symbols.values())]
+        numbers = {*filter(is_open, self.sizes), *symbols}
+        differences = {first - second for first in symbols for second in symbols if first > second}
         return any(
-            literal in differences
-            or any(literal % number == 0 or abs(literal - number) <= _NEAR for number in numbers)
+            any(literal % factor == 0 for factor in numbers | differences)
+            or any(abs(literal - number) <= _NEAR for number in numbers)
             for literal in self._literals
             if literal >= LEAST_BOUND
         )
@@ -278,7 +278,9 @@ class Graph:
             for pair in guarded_equal(size):
                 guards.equate(*pair)
             self._guarded_numbers = guards.numbers
-        polynomial, expression = _in_symbols(expression_of(size).xreplace(self._guarded_numbers))
+        expression = expression_of(size).xreplace(self._guarded_numbers)
+        polynomial, expression, integers = _in_symbols(expression)
+        self._literals |= integers
         for symbol in expression.free_symbols:
             name = str(symbol)
             if name not in self.symbols:
@@ -287,8 +289,8 @@ class Graph:
         numbers = {symbol: self.symbols[str(symbol)] for symbol in expression.free_symbols}
         bound_size = Size(int(expression.subs(numbers)), str(expression), polynomial, size)
         if bound_size > 1 and any(map(is_open, numbers.values())):
-            known = self.sizes.setdefault(int(bound_size), size)
-            if hint_of(known) != hint_of(size):  # two sizes have one number by chance
+            both = self.sizes.setdefault(int(bound_size), size), size
+            if len({*map(hint_of, both)} - {None}) > 1:  # they have one number by chance
                 self._literals.add(bound_size)
         return bound_size
 
@@ -852,22 +854,21 @@ def _parameters_of(schema: Signature) -> list[tuple[int, str, str, Any]]:
 
 
 @lru_cache(maxsize=4096)
-def _in_symbols(expression: Any) -> tuple[Any, Any]:
-    """A size as a polynomial, and the same as a sum of products of symbols.
+def _in_symbols(expression: Any) -> tuple[Any, Any, set[int]]:
+    """A size as a polynomial, the same as a sum of products of symbols, and the integers in it.
 
     A quotient, remainder or minimum in it (``s // 2``, ``min(s, 64)``) becomes a symbol of its own,
     in the second result also a difference of symbols. Its number is unrelated to the others'.
     """
     import sympy
 
-    if expression.is_Symbol or expression.is_Integer:
-        return expression, expression
+    integers = {abs(int(part)) for part in expression.atoms(sympy.Integer)}
     polynomial = expression.replace(
         lambda part: isinstance(part, sympy.core.function.Application),
         lambda part: sympy.Symbol(str(part)),
     )
     is_sum = _is_sum_of_products(polynomial)
-    return polynomial, polynomial if is_sum else sympy.Symbol(str(expression))
+    return polynomial, polynomial if is_sum else sympy.Symbol(str(expression)), integers
 
 
 def _is_sum_of_products(expression: Any) -> bool:

@@ -124,8 +124,9 @@ def _trusted_inputs(index: Value, role: str) -> Roles | None:
     else:
         return None
     (source,) = inner.sources
-    is_shown = times > 0 and first >= 0 and not _is_repeated(source)
-    roles = _trusted_inputs(source, role) if is_shown else None
+    if times.denominator > 1 or times <= 0 or first < 0 or _is_repeated(source):
+        return None
+    roles = _trusted_inputs(source, role)
     # a place times a number may be in another block
     return roles if times == 1 or role == "slots" or not roles else None
 
@@ -165,7 +166,7 @@ def _are_distinct(places: Value) -> bool:
 
 def _is_repeated(index: Value) -> bool:
     """Returns True if the index repeats its numbers by an expand."""
-    return prod(index.shape) != 1 and _strip(index, "reshape", "slice").op == "expand"
+    return prod(index.shape) != 1 and _strip(index, "reshape", "slice", "permute").op == "expand"
 
 
 def _inputs_of_sum(value: Value) -> Roles | None:

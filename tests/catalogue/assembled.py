@@ -88,9 +88,7 @@ class CutAgain(RowsInPlace):
 
 @entry(IN_PLACE, source=OURS, tags="readers, operators, device, symbolic")
 class RowsOfOperator(NpuOperators):
-    """The cache operator gives the new rows out as well (``is_output_kv``), and the model reads
-    them.
-    """
+    """The cache operator gives out the new rows (``is_output_kv``), and the model reads them."""
 
     def rows(
         self, x: Tensor, c: Tensor, sn: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor

@@ -27,9 +27,7 @@ COMMON: dict[str, Any] = {"tags": "cache, layout", "args": pool_args, "alone": N
 
 @entry(*BOTH, source="SGLang", **COMMON | {"tags": "cache, layout, symbolic"})
 class LayersOfAPool(Base):
-    """Two layers, each over its part of both pools; the second reads what the first has attended
-    to.
-    """
+    """Two layers, each over its part of both pools; the second reads the first's attention."""
 
     places = 0, 1
 
@@ -63,9 +61,7 @@ class UnboundLayers(LayersOfAPool):
 
 @entry(*BOTH, source=OURS, **COMMON | {"tags": "cache, layout, operators"})
 class LayersAsRows(LayersOfAPool):
-    """The pool is seen as rows of each layer first; one operator of torch_npu writes them, a
-    scatter the keys.
-    """
+    """The pool is seen as rows of each layer; npu_scatter_nd_update_ and scatter_ write them."""
 
     def layer(self, pool: Tensor, place: int) -> Tensor:
         return pool.view(LAYERS, -1, pool.shape[-1]).select(0, place)

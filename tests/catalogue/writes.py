@@ -382,6 +382,11 @@ def slots_cast_twice(self: Base, slots: Tensor, query: Tensor) -> Tensor:
     return slots.int().long().reshape(-1)
 
 
+@step("slots", STAGED, tags="cache")
+def slots_halved(self: Base, slots: Tensor, query: Tensor) -> Tensor:
+    return (slots / 2).long()
+
+
 # -- rows assigned by slices of a view of the cache
 
 Put = Callable[[Tensor, Tensor], None]  # of a cache and its rows
