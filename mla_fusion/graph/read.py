@@ -163,9 +163,9 @@ class Graph:
         """
         symbols = [*filter(is_open, self.symbols.values())]
         numbers = {*filter(is_open, self.sizes), *symbols}
-        differences = {first - second for first in symbols for second in symbols if first > second}
+        factors = numbers | {a - b for a in symbols for b in symbols if a > b}
         return any(
-            any(literal % factor == 0 for factor in numbers | differences)
+            any(literal % factor == 0 for factor in factors)
             or any(abs(literal - number) <= _NEAR for number in numbers)
             for literal in self._literals
             if literal >= LEAST_BOUND
