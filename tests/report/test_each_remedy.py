@@ -110,7 +110,7 @@ WALKS: dict[str, tuple[Told, dict[str, Told | None]]] = {
         {"Scale the weight instead": of(changed(down=doubled_weight))},
     ),
     "linear.symbolic": (with_heads(dynamic=True), {"dynamic=False": with_heads(dynamic=False)}),
-    "linear.hidden": (entry("AdaptedQuery"), {"merge adapters into the weights": of(Merged)}),
+    "linear.hidden": (entry("AdaptedQuery"), {"merge adapters into them": of(Merged)}),
     "quant.static": (
         entry("Static"),
         {"Use npu_dynamic_quant and pass its scale as pertoken_scale": of(int8.Full)},
