@@ -157,7 +157,11 @@ def _roles(plan: Plan, x_roles: dict[Node, str]) -> dict[Node, str]:
         if name == "kr_cache" and plan.warnings:
             roles[cache] = "halves"
     for leaf, role in plan.caches.trusted_inputs.items():
-        roles |= {node: role for node in graph.nodes.get(leaf, ()) if node.op == "placeholder"}
+        drawn_role = " ".join(
+            word for word in role.split(" ") if not (word.isdigit() and is_open(int(word)))
+        )
+        inputs = (node for node in graph.nodes.get(leaf, ()) if node.op == "placeholder")
+        roles |= dict.fromkeys(inputs, drawn_role)
 
     def operands(node: Node) -> list[Node]:
         """Returns the nodes above a node, except x and what comes before it."""

@@ -28,6 +28,10 @@ class SlotError(ValueError):
     """
 
 
+# a size, or the place of an argument and its axis of that size
+SizeOrigin = int | tuple[int, int]
+
+
 @dataclass(frozen=True)
 class SlotCheck:
     """Checks the slots of one kernel call.
@@ -39,15 +43,15 @@ class SlotCheck:
                the width of a row
     skips      True if model and kernel leave out tokens whose slot is negative
     places     for each argument that holds places in blocks: its name, its place among the
-               caller's arguments, the size of a block, or the place of a cache and its axis of
-               that size, and how many places behind each lie in the block, too
+               caller's arguments, what is added to each, the size of a block, and how many places
+               from there on lie in the block
     """
 
     program: GraphModule | None
     positions: tuple[int, ...]
     caches: tuple[tuple[str, Callable[[Sequence[Any]], Tensor], int], ...]
     skips: bool
-    places: tuple[tuple[str, int, int | tuple[int, int], int], ...]
+    places: tuple[tuple[str, int, int, SizeOrigin, SizeOrigin], ...]
 
     def __call__(self, args: Sequence[Any]) -> None:
         """Raises SlotError for a wrong slot. Waits for the device, because it reads the slots."""
@@ -57,9 +61,12 @@ class SlotCheck:
         with torch.no_grad():
             slots = sources[0] if self.program is None else self.program(*sources)
             slots = slots.reshape(-1).cpu()
-        for name, position, origin, ahead in self.places:
-            size = origin if isinstance(origin, int) else args[origin[0]].shape[origin[1]]
-            numbers = args[position]
+        for name, position, first, *sizes in self.places:
+            size, count = (
+                origin if isinstance(origin, int) else args[origin[0]].shape[origin[1]]
+                for origin in sizes
+            )
+            ahead, numbers = first + count - 1, args[position]
             for place in numbers[_are_outside(numbers, size - ahead)].tolist():
                 places = f"places {place} to {place + ahead}" if ahead else f"place {place}"
                 raise SlotError(f"{name} holds {places}, outside a block of {size} rows")

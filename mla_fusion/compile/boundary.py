@@ -17,14 +17,22 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from mla_fusion.compat import expression_of, storage_id
-from mla_fusion.compile.adapted import Adapted, Adaptor, SlotCheck, Viewed
+from mla_fusion.compile.adapted import Adapted, Adaptor, SizeOrigin, SlotCheck, Viewed
 from mla_fusion.compile.dynamo import differs_by_call, mark_numbers
 from mla_fusion.compile.inplace import make_ready_to_run, runs_fx_graph
 from mla_fusion.config import Config
 from mla_fusion.fx.build import Builder, GraphBuilder, Recipe
 from mla_fusion.fx.kinds import is_random, is_reshape, shape_of, value_of, word
 from mla_fusion.fx.module_path import label
-from mla_fusion.fx.sizes import bytes_of, has_symbols, is_size, is_symbolic, same, same_shape
+from mla_fusion.fx.sizes import (
+    bytes_of,
+    has_symbols,
+    is_size,
+    is_symbolic,
+    same,
+    same_shape,
+    sizes_of,
+)
 from mla_fusion.fx.vector_numbers import Exact
 from mla_fusion.fx.walk import is_copy_into, nodes_between
 from mla_fusion.graph.lower import Lowering
@@ -138,9 +146,16 @@ class BoundaryBuilder(GraphBuilder):
             for name, node, shape in plan.written_caches
         )
         try:
+            block, counted = block_size_of(slots), places_in_blocks(plan.caches.trusted_inputs)
             places = tuple(
-                (label(node), self._position[node], self._block_size(plan), ahead)
-                for leaf, ahead in places_in_blocks(plan.caches.trusted_inputs).items()
+                (
+                    label(node),
+                    self._position[node],
+                    first,
+                    self._size(plan, block),
+                    self._size(plan, count),
+                )
+                for leaf, (first, count) in counted.items()
                 for node in graph.nodes[leaf][:1]
             )
             program, positions, _ = self._program(row_numbers, source_nodes(graph, [slots]))
@@ -156,18 +171,18 @@ class BoundaryBuilder(GraphBuilder):
         key = cache.describe(program) if program is not None else "", positions, caches
         self.slot_checks.setdefault(key, SlotCheck(program, positions, caches, skips, places))
 
-    def _block_size(self, plan: Any) -> int | tuple[int, int]:
-        """Returns the size of the blocks of which slots are composed; if it is symbolic, the
-        argument that tells it and the axis. Raises LookupError.
+    def _size(self, plan: Any, number: int) -> SizeOrigin:
+        """Returns the size that is bound to a number; if it is symbolic, an argument that tells it,
+        and the axis. Raises LookupError.
         """
-        size = plan.graph.unbound(block_size_of(plan.caches.slots))
+        size = plan.graph.unbound(number)
         if not is_symbolic(size):
             return int(size)
-        for _, node, _ in plan.written_caches:
-            for axis, own_size in enumerate(shape_of(node)):
-                if node in self._position and same(own_size, size):
-                    return self._position[node], axis
-        raise LookupError(f"no cache has an axis of {size}")
+        for node, position in self._position.items():
+            for axis, own_size in enumerate(sizes_of(node)):
+                if same(own_size, size):
+                    return position, axis
+        raise LookupError(f"no argument has an axis of {size}")
 
     def cache(self, node: Node, shape: Sequence[Any]) -> Node:
         """Returns the cache, or an input that views it in this shape."""

@@ -19,29 +19,23 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
-from mla_fusion.compat import OpOverload, storage_id
+from mla_fusion.compat import storage_id
 from mla_fusion.compile import inductor_bridge
 from mla_fusion.fx.kinds import is_view, shape_of, word
 from mla_fusion.fx.walk import is_copy_into, reached
-from mla_fusion.meta import key_operator
 from mla_fusion.meta.prolog import V3
 
 aten = torch.ops.aten
-
-# the operators that write; their functional forms return the same results, then the caches
-_WRITERS = (V3, key_operator.V2)
 
 
 class _Call(NamedTuple):
     """A functional call of a kernel.
 
-    node     the call
-    in_place the operator that writes the caches instead
-    caches   each cache, by the index of the result that is its new content
+    node    the call
+    caches  each cache, by the index of the result that is its new content
     """
 
     node: Node
-    in_place: OpOverload
     caches: dict[int, Any]
 
 
@@ -114,17 +108,12 @@ def _upward_through(node: Node, noops: Collection[Any]) -> Iterator[Node]:
 
 
 def _functional_calls(graph: Graph) -> list[_Call]:
-    """Returns the functional calls of a graph."""
-    calls = list[_Call]()
-    for operator in _WRITERS:
-        places = [*enumerate(operator.places(*operator.written), len(operator.results))]
-        functional, in_place = (
-            getattr(torch.ops.npu, name).default for name in (operator.functional, operator.name)
-        )
-        for node in graph.find_nodes(op="call_function", target=functional):
-            caches = {result: node.args[place] for result, place in places}
-            calls.append(_Call(node, in_place, caches))
-    return calls
+    """Returns the functional calls of a graph. Their last results are the caches."""
+    places = [*enumerate(V3.places(*V3.written), len(V3.results))]
+    nodes = graph.find_nodes(
+        op="call_function", target=torch.ops.npu.npu_mla_prolog_v3_functional.default
+    )
+    return [_Call(node, {result: node.args[place] for result, place in places}) for node in nodes]
 
 
 def _write_in_place(call: _Call) -> bool:
@@ -140,7 +129,7 @@ def _write_in_place(call: _Call) -> bool:
     ]
     if len(set(storages)) < len(storages):
         return False
-    node.target = call.in_place
+    node.target = torch.ops.npu.npu_mla_prolog_v3.default
     node.meta.pop("val", None)
     for result in list(node.users):
         cache = caches.get(result.args[1])  # type: ignore[arg-type]  # of a getitem

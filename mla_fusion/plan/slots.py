@@ -45,20 +45,20 @@ def trusted_inputs(graph: Graph, index: Value) -> Roles | None:
     places, block_size = places_in_blocks(roles), block_size_of(index)
     for value, role in [*roles.items()]:
         size, conditions = graph.size_of(value), list[Any]()
-        counted = [graph.unbound(int(count)) for count in role.split(" ")[1:]]
         if size is not None:
             conditions.append(size >= 0)
             if value in places and block_size:
-                last = size + sum(counted) - bool(counted)
-                conditions.append(last < graph.unbound(block_size))
-        elif not all(isinstance(count, int) for count in counted):
-            return None
+                first, count = places[value]
+                end = size + first + graph.unbound(count)
+                conditions.append(end <= graph.unbound(block_size))
+        elif prod(value.shape) == 1 and any(map(is_open, map(int, role.split(" ")[1:]))):
+            return None  # its number of tokens is not that of all tokens
         elif role.isdigit():
             is_sum = value.op == "sum" and value.literal[0] == (1,)
-            count = _strip_views_and_casts(value.sources[0]) if is_sum else value
+            counted = _strip_views_and_casts(value.sources[0]) if is_sum else value
             limits = bounds.of(value)
-            if count.op == "count":
-                end = graph.unbound(count.shape[0]) + (int(value.literal[1]) if is_sum else 0)
+            if counted.op == "count":
+                end = graph.unbound(counted.shape[0]) + (int(value.literal[1]) if is_sum else 0)
             elif limits is not None:
                 end = limits[1] + 1
             else:
@@ -139,15 +139,16 @@ def block_size_of(index: Value) -> int:
     return 0
 
 
-def places_in_blocks(roles: Roles) -> dict[Value, int]:
-    """Returns the inputs, among those trusted, that hold places below ``block_size_of``, and how
-    many places behind each must be below it, too.
+def places_in_blocks(roles: Roles) -> dict[Value, tuple[int, int]]:
+    """Returns the inputs, among those trusted, that hold places below ``block_size_of``, with what
+    is added to each, and how many places from there on must be below it.
     """
-    places = dict[Value, int]()
+    places = dict[Value, tuple[int, int]]()
     for leaf, role in roles.items():
         name, *counted = role.split(" ")
         if name in ("place", "positions") and "table" not in roles.values():
-            places[leaf] = sum(map(int, counted)) - bool(counted)
+            first, count = map(int, counted or (0, 1))
+            places[leaf] = first, count
     return places
 
 

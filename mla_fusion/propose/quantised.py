@@ -113,16 +113,13 @@ def _unquantised_blocks(form: Form, rows: Value, inner: Value) -> Value | None:
     if values is None or not values.active:
         return None
     (scaled,) = strip_views(values).sources
-    other_factors = [pair for pair in scaled.operands if not _is_power_of_two(pair[0])]
+    other_factors = [
+        pair for pair in scaled.operands if strip_views(pair[0]).function != "power of two"
+    ]
     if len(other_factors) == len(scaled.sources):
         return None
     unscaled = form.product(other_factors, scaled.literal[1])
     return form.reshape(form.expand(unscaled, scaled.shape), rows.shape)
-
-
-def _is_power_of_two(value: Value) -> bool:
-    """Returns True if the Value is the power of two of a block of mxfp8."""
-    return strip_views(value).function == "power of two"
 
 
 def split_blocks(form: Form, value: Value) -> tuple[Value, Value] | None:

@@ -27,7 +27,7 @@ cache            any numbers; "tiles": rows of tiles; "halves": rows of one numb
 slots            distinct rows of the cache
 block, place     block and place of distinct rows, as two leaves
 positions        distinct places in blocks or sequences; "positions -1 4": 4 are counted from each,
-                 the first of which is less by 1
+                 the first of which is less by 1; "positions -1": as many as each has tokens
 sequences        distinct blocks, or sequences
 table            numbers of blocks, from which ``positions`` pick
 ""               floats are a table; integers and flags are anything for which the graph runs
@@ -198,7 +198,8 @@ class Draws:
         if role in rows:
             drawn = rows[role]
             if counted:
-                first, step = map(int, counted.split())
+                first, *steps = map(int, counted.split())
+                (step,) = steps or [int(self._token_count // count)]
                 drawn = drawn[(drawn % step == 0) & (drawn + step <= len(drawn))] - first
             drawn = drawn[:count]
             # each start has a sequence of its own

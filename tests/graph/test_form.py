@@ -288,19 +288,6 @@ def test_a_chain_is_what_its_steps_compute() -> None:
         assert_close(Real(chain.leaves)(chain.value), chain.tensor)
 
 
-def test_chains_of_one_seed_are_one_value() -> None:
-    """Made by one form."""
-    for seed in range(20):
-        one, other = Chain(seed), Chain(seed)
-        other.form, other.values, other.x = one.form, one.values, one.x
-        other.known[:3] = one.known[:3]
-        other.value = one.value
-        assert other.tensor.equal(one.tensor)
-        one.run()
-        other.run()
-        assert one.value is other.value
-
-
 @pytest.mark.parametrize("by", ["another", "a number", "a multiple", "a sum"])
 def test_substitution_is_the_same_chain_of_another_value(by: str) -> None:
     for chain in chains(4):

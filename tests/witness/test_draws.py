@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
 from mla_fusion.fx.sizes import Binding
-from mla_fusion.witness.draws import KINDS, WIDE, Draws
+from mla_fusion.witness.draws import WIDE, Draws
 from mla_fusion.witness.side import Side
 
 aten = torch.ops.aten
@@ -35,25 +34,6 @@ class Drawn:
 
 def integers(*shape: int) -> Tensor:
     return torch.zeros(shape, dtype=torch.int64)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_slots_are_distinct_rows_of_the_cache(kind: str) -> None:
-    found = Drawn(slots=integers(3, 7), block=integers(3, 7), place=integers(21)).values(kind)
-    slots = found["slots"].flatten()
-    assert len(set(slots.tolist())) == 21 and slots.min() >= 0 and slots.max() < ROWS
-    assert torch.equal(found["block"].flatten() * BLOCK + found["place"], slots)
-
-
-@pytest.mark.parametrize("tokens", [5, 40])
-@pytest.mark.parametrize("kind", KINDS)
-def test_positions_name_distinct_slots_by_way_of_a_table(tokens: int, kind: str) -> None:
-    found = Drawn(table=integers(tokens, 3), positions=integers(tokens)).values(kind)
-    table, positions = found["table"], found["positions"]
-    assert table.min() >= 0 and table.max() < ROWS // BLOCK
-    assert positions.max() < 3 * BLOCK
-    of_token = table[torch.arange(tokens), positions // BLOCK]
-    assert len(set((of_token * BLOCK + positions % BLOCK).tolist())) == tokens
 
 
 def test_integers_reach_ends_and_residues_and_flags_both_values() -> None:
