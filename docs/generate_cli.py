@@ -17,7 +17,6 @@ sys.path.insert(0, str(ROOT))
 
 from written import write  # noqa: E402
 
-from mla_fusion._gone import GONE  # noqa: E402
 from mla_fusion.tools import cli  # noqa: E402
 
 PAGE = ROOT / "docs" / "command-line.md"
@@ -38,7 +37,6 @@ mla-fusion explain mla_fusion.examples.fuse_your_model:example
 VARIABLES = {
     "MLA_FUSION_REPORT": "a folder: every compiled graph leaves its report there, as JSON and as "
     "a page",
-    "MLA_FUSION_GRAPHS": f"gone: {GONE['MLA_FUSION_GRAPHS']}",
     "MLA_FUSION_CACHE": "where stand-ins for CANN's libraries are kept; by default `mla_fusion` "
     "in the user's cache",
     "TORCH_DEVICE_BACKEND_AUTOLOAD": "torch's own: 0 keeps `import torch` from loading torch_npu. "

@@ -7,13 +7,11 @@ Whoever imports torch has the npu:: operators, before or after this package.
 from __future__ import annotations
 
 import ast
-import os
-import warnings
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from mla_fusion import _autoload, _gone, _lazy
+from mla_fusion import _autoload, _lazy
 
 if not Path(__file__).with_name("meta").exists():
     # A source tree, perhaps before its installation on sys.path: meta/, converters/ and examples/
@@ -25,9 +23,6 @@ _lazy.operators_with_torch()
 _lazy.write_page = lambda report, path: import_module("mla_fusion.tools.page.page").write(
     report, path
 )
-
-if "MLA_FUSION_GRAPHS" in os.environ:
-    warnings.warn(_gone.sentence(["MLA_FUSION_GRAPHS"]), stacklevel=2)
 
 _STUB = ast.parse(Path(__file__).with_suffix(".pyi").read_text())
 _MODULES = {

@@ -29,7 +29,7 @@ from mla_fusion._autoload import cann_location
 LIGHT = frozenset(
     f"mla_fusion.{name}"
     for name in """
-    _autoload _gone _lazy _version cli machine report report.text_tables
+    _autoload _lazy _version cli machine report report.text_tables
     tools tools.cli
     tools.target tools.installed tools.profile
     """.split()

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from mla_fusion._gone import sentence, without_gone_options
 from mla_fusion.machine import AUTO, Machine, release_named, settled, soc_named
 
 Skip = str | Callable[[Any], bool]
@@ -107,10 +106,8 @@ class Config:
                     f"{entry!r}"
                 )
         if not self.targets or any(name not in TARGETS for name in self.targets):
-            gone = sentence(f"Config(targets=({name!r},))" for name in self.targets)
             raise ValueError(
-                gone
-                or f"Config.targets must name some of {', '.join(TARGETS)}, got {self.targets!r}"
+                f"Config.targets must name some of {', '.join(TARGETS)}, got {self.targets!r}"
             )
         object.__setattr__(self, "targets", tuple(name for name in TARGETS if name in self.targets))
 
@@ -135,6 +132,3 @@ class Config:
     def machine(self) -> Machine:
         """Returns ``soc`` and ``cann``, with "auto" resolved."""
         return settled(self.soc, self.cann)
-
-
-Config.__init__ = without_gone_options(Config.__init__)  # type: ignore[method-assign]

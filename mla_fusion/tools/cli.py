@@ -19,7 +19,7 @@ from traceback import extract_tb
 from typing import Any
 
 import mla_fusion as mf
-from mla_fusion import _gone, machine
+from mla_fusion import machine
 from mla_fusion.report import text_tables
 from mla_fusion.tools import installed
 from mla_fusion.tools.target import (
@@ -70,8 +70,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else argv
     try:
         try:
-            if gone := _gone.of_command_line(words):
-                raise UserError(gone)
             arguments = parser().parse_args(words)
             try:
                 return int(arguments.run(arguments))

@@ -16,7 +16,7 @@ FOLDERS = {
     "meta": "mla_fusion.meta",
     "converters": "mla_fusion.converters",
 }
-ABOVE_ALL = ("_autoload", "_gone", "_lazy", "_version")  # small files that any room may import
+ABOVE_ALL = ("_autoload", "_lazy", "_version")  # small files that any room may import
 # of the command line; they use the public names, as anybody does
 COMMANDS = tuple(f"tools/{name}" for name in ("cli", "demo"))
 # Loading the package loads no tool; the other two are public names of tools.

@@ -53,7 +53,7 @@ def test_import_loads_only_a_few_modules_of_its_own() -> None:
         if name.split(".")[0] == "mla_fusion"
     }
     beside_tables = {name for name in own if name.split(".")[1:2] != ["meta"]}
-    wanted = "_autoload _gone _lazy machine compat ops".split()
+    wanted = "_autoload _lazy machine compat ops".split()
     assert beside_tables == {"mla_fusion", *(f"mla_fusion.{part}" for part in wanted)}
 
 

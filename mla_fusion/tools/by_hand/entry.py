@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch.export import ExportedProgram
 
-from mla_fusion._gone import without_gone_options
 from mla_fusion.meta import check, limits, preprocess
 from mla_fusion.tools.by_hand import exact, memory
 from mla_fusion.tools.by_hand.calls import Arguments, Call, Refused, Watch
@@ -29,7 +28,6 @@ _SMALL = 1e-3  # times usual latents, an epsilon of 1e-6 counts
 Errors = Mapping[str, float]
 
 
-@without_gone_options
 def audit(
     fused: Callable[..., Any] | ExportedProgram,
     reference: Callable[..., Any] | ExportedProgram | None = None,
