@@ -184,6 +184,8 @@ def _(c: Call, x: Any) -> Value:
 @operator("sum", "mean")
 def _(c: Call, x: Value, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> Value:
     axes = axes_of(x, dim)
+    if x.active and dtype is not None and not c.dtype.is_floating_point:  # it cuts fractions off
+        raise Departs
     if not x.active and (c.dtype.is_floating_point or x.dtype == torch.bool):
         return c.opaque((tuple(axes), keepdim), [x])
     if c.name == "mean":

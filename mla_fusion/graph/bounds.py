@@ -142,8 +142,8 @@ def of(value: Value) -> Bounds | None:
         return 0, _greatest_size(value.shape[0]) - 1
     if op == "reduce":
         inner = of(sources[0])
-        count = _greatest_size(prod(sources[0].shape[axis] for axis in literal))
-        return None if inner is None else (inner[0] * count, inner[1] * count)
+        count = prod(sources[0].shape[axis] for axis in literal)
+        return None if inner is None else _product_bounds(inner, _number_bounds(count))
     if op in ("reshape", "permute", "expand", "slice", "gather"):
         return of(sources[0])
     if op == "cast" and not sources[0].is_float:

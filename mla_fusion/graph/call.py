@@ -196,7 +196,8 @@ class Call:
         terms, form = list(terms), self.form
         dtype = self.dtype
         if any(value.active for _, value in terms):
-            return form.total([(times, form.bare(value)) for times, value in terms], constant)
+            bare_terms = [(times, form.bare(value)) for times, value in terms]
+            return self._exact(form.total(bare_terms, constant))
         if not dtype.is_floating_point:
             total = form.total(terms, constant, dtype)
             return self.function_if_overflow(total, dtype, "sum")
@@ -217,7 +218,8 @@ class Call:
         factors, form = list(factors), self.form
         dtype = self.dtype
         if any(value.active for value, _ in factors):
-            return form.product([(form.bare(value), power) for value, power in factors], times)
+            bare_factors = [(form.bare(value), power) for value, power in factors]
+            return self._exact(form.product(bare_factors, times))
         shape = broadcast(value.shape for value, _ in factors)
         operands: list[Factor] = []
         for value, power in factors:
@@ -246,6 +248,17 @@ class Call:
         values = [value for value, _ in operands]
         result = form.function("product", *values, literals=literals, dtype=dtype)
         return form.expand(result, shape)
+
+    def _exact(self, value: Value) -> Value:
+        """Returns what exact arithmetic makes of an activation.
+
+        Raises Departs if no activation is left in it, for the roundings of the others are left out,
+        and for integers of one or two bytes, which may wrap.
+        """
+        is_short = not self.dtype.is_floating_point and self.dtype.itemsize < 4
+        if is_short or not (value.active or filled_with(value) is not None):
+            raise Departs
+        return value
 
     def plus(self, *values: Value) -> Value:
         """The sum of the Values."""

@@ -133,10 +133,12 @@ def _(c: Call, tensors: Sequence[Value], dim: int = 0) -> Value:
 
 
 def _in_call_dtype(c: Call, parts: Sequence[Value]) -> list[Value]:
-    """The parts of a join in the call's dtype. If one is active, their rounding is left out."""
-    if any(part.active for part in parts):
-        return [c.form.bare(part) for part in parts]
-    return [c.form.cast(part, c.dtype) for part in parts]
+    """The parts of a join in the call's dtype. Beside an active one they lose casts that change no
+    number.
+    """
+    is_active = any(part.active for part in parts)
+    parts = [part if part.active else c.form.cast(part, c.dtype) for part in parts]
+    return [c.form.bare(part, False) for part in parts] if is_active else parts
 
 
 _IDENTITIES = "clone alias detach contiguous lift_fresh lift_fresh_copy resolve_conj resolve_neg"
@@ -158,9 +160,7 @@ def cast(c: Call, x: Value, **_: Any) -> Value:
 
 @operator("copy")
 def _(c: Call, x: Value, src: Any, non_blocking: bool = False) -> Value:
-    value = c.value(src)
-    value = value if value.active else c.form.cast(value, x.dtype)
-    return c.form.expand(value, x.shape)
+    return c.form.expand(c.value(src), x.shape)
 
 
 @operator("fill", "full", "full_like", "new_full", "scalar_tensor")

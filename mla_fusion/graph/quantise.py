@@ -463,7 +463,7 @@ def _(
         raise Departs
     form, shape = c.form, [1] * len(x.shape)
     shape[axis] = scales.shape[-1] if scales.shape else 1
-    scaled = c.product([(x, 1), (form.reshape(scales, shape), -1 if div_mode else 1)])
+    scaled = form.product([(x, 1), (form.bare(form.reshape(scales, shape)), 1 - 2 * div_mode)])
     if zero_points is not None:
         scaled = form.plus(scaled, form.bare(form.reshape(zero_points, shape)))
     return saturated(form, scaled)

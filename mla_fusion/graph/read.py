@@ -25,7 +25,15 @@ from torch.fx import GraphModule, Node
 from mla_fusion.compat import Mod, OpOverload, guarded_equal, hint_of, storage_id, tree_map
 from mla_fusion.fx import registered
 from mla_fusion.fx.aliases import keeps_memory, may_share, viewed_by, written_arguments
-from mla_fusion.fx.kinds import Signature, attribute, is_literal, is_reshape, signature
+from mla_fusion.fx.kinds import (
+    Signature,
+    argument,
+    attribute,
+    dtype_of,
+    is_literal,
+    is_reshape,
+    signature,
+)
 from mla_fusion.fx.sizes import Binding, has_symbols
 from mla_fusion.fx.sizes import expression as expression_of
 from mla_fusion.graph import arithmetic, decompose, fused, moves, quantise
@@ -591,6 +599,9 @@ class Graph:
         if self.symbols and not self._is_size_independent(arguments):
             return self._make_opaque(node)
         call = self.call(target, meta_value)
+        source = arguments.get("src")  # what is copied into memory, in the dtype of that
+        if isinstance(source, Value) and dtype_of(argument(node, "src")) != call.dtype:
+            arguments["src"] = quantise.cast(call, source, call.dtype)
         operands = [*positional, *options.values()]
         operands = _leaves(operands) if list in map(type, operands) else operands
         if all(map(_is_known, operands)):
@@ -641,7 +652,7 @@ class Graph:
         if has_pairs and call.name in arithmetic.OF_PARTS:
             if not isinstance(call.dtype, torch.dtype) or not call.dtype.is_complex:
                 return None
-            part = Call(self.form, call.name, call.shape, torch.float32)
+            part = Call(self.form, call.name, call.shape, call.dtype.to_real())
 
             def on_side(side: str) -> dict[str, Any]:
                 """The arguments with this part of each Pair."""

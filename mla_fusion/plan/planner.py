@@ -142,7 +142,13 @@ class Planner:
         other arguments are made.
         """
         graph, stack = self.graph, [*plan.inputs] if self.graph.assumed else []
-        registered, above = sorted(nodes.intersection(graph.registered)), set[Node]()
+        rewrites, above = Rewrites(graph.form, plan.claims), set[Node]()
+        steps = nodes.union(plan.inputs)
+        registered = sorted(  # steps that change no number, too
+            node
+            for node in graph.registered
+            if node in steps or any(map(rewrites.of, values_of(graph.readings[node])))
+        )
         operators = (operator for node in registered for operator in graph.registered[node])
         for target in dict.fromkeys(operators):
             yield f"{target} computes what was registered for it"

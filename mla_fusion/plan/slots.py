@@ -313,7 +313,8 @@ def _spread(summand: Value, shape: Shape) -> Spread:
     inner = value.sources[0] if value.op == "expand" else value
     target = shape if is_broadcast else value.shape
     first = len(target) - len(inner.shape)
-    return target, [first + axis for axis, size in enumerate(inner.shape) if size != 1]
+    axes = [] if _is_repeated(inner) else _long_axes(inner.shape)
+    return target, [first + axis for axis in axes]
 
 
 def _is_counted(value: Value) -> bool:

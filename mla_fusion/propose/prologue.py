@@ -20,7 +20,7 @@ from mla_fusion.exact.prove import Claim
 from mla_fusion.graph import quantise
 from mla_fusion.graph.departure import Departure
 from mla_fusion.graph.form import MOVES, Form, Value, filled_with, numbered, strip
-from mla_fusion.graph.layout import Layout, layout_of, token_layout
+from mla_fusion.graph.layout import Layout, Mixed, layout_of, token_layout
 from mla_fusion.graph.numbers import ONE, is_open
 from mla_fusion.meta.number_formats import NumberFormat
 from mla_fusion.propose.norms import Norm, fill_products, read_norm
@@ -186,6 +186,8 @@ def _propose(
     up.probe()
     try:
         return _Joiner(projections, down, up).proposal()
+    except Mixed as mixed:
+        return Departure("tokens.mixed", "a step mixes tokens", mixed.args)
     except Departure as departure:
         if departure.code != "absorb.absent" or not by_identity:
             return departure

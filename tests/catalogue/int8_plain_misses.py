@@ -123,6 +123,8 @@ MISSES: dict[str, dict[str, Any]] = {
     "weight in float8": product(lambda x, w: x.float() @ w.float().to(FLOAT8).float()),
     "rows padded": product(lambda x, w: torch._int_mm(F.pad(x, (0, 0, 0, 24)), w)[: len(x)]),
     "with a bias": product(lambda x, w: torch.addmm(_ones(w), x.float(), w.float())),
+    "doubled in int8": product(lambda x, w: (x * 2).float() / 2 @ w.float()),
+    "copied into int16": product(lambda x, w: (x @ w).short().copy_(torch._int_mm(x, w))),
     "rescaled to int8": product(
         lambda x, w: npu.npu_quant_matmul(x, w, _ones(w), output_dtype=torch.int8)
     ),
@@ -148,6 +150,7 @@ OTHER_CODES = {
     "guarded another step": "proof.differs",
     "128 steps": "proof.differs",
     "in groups": "proof.differs",
+    "copied into int16": "step.choice",
     "a fixed step": "quant.static",
     "guarded always": "quant.static",
     "rows padded": "tokens.cut",
