@@ -13,7 +13,7 @@ torchair does this when it compiles a graph, for caches that are inputs of it. T
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
@@ -28,24 +28,13 @@ from mla_fusion.meta.prolog import V3
 aten = torch.ops.aten
 
 
-class _Call(NamedTuple):
-    """A functional call of a kernel.
-
-    node    the call
-    caches  each cache, by the index of the result that is its new content
-    """
-
-    node: Node
-    caches: dict[int, Any]
-
-
 def write_in_place(graph: Graph) -> int:
     """Makes every call in place whose caches nothing else uses. Returns how many.
 
     Such caches are inputs of the graph that nothing else reads, and buffers of the call.
     """
     _keep_returned_copies(graph)
-    return sum(map(_write_in_place, _functional_calls(graph)))
+    return sum(_write_in_place(*call) for call in _functional_calls(graph))
 
 
 def make_ready_to_run(gm: GraphModule) -> None:
@@ -55,9 +44,9 @@ def make_ready_to_run(gm: GraphModule) -> None:
     calls in place. torchair makes the other calls in place.
     """
     _keep_returned_copies(gm.graph)
-    for call in _functional_calls(gm.graph):
-        if any(map(_is_buffer, call.caches.values())):
-            _write_in_place(call)
+    for node, caches in _functional_calls(gm.graph):
+        if any(map(_is_buffer, caches.values())):
+            _write_in_place(node, caches)
     gm.recompile()
 
 
@@ -70,9 +59,9 @@ def _keep_returned_copies(graph: Graph) -> None:
     """
     caches_written = {
         result
-        for call in _functional_calls(graph)
-        for result in call.node.users
-        if result.args[1] in call.caches
+        for node, caches in _functional_calls(graph)
+        for result in node.users
+        if result.args[1] in caches
     }
     copies_back = graph.find_nodes(op="call_function", target=aten.copy_.default)
     results = {
@@ -107,21 +96,22 @@ def _upward_through(node: Node, noops: Collection[Any]) -> Iterator[Node]:
     return reached([node], above)
 
 
-def _functional_calls(graph: Graph) -> list[_Call]:
-    """Returns the functional calls of a graph. Their last results are the caches."""
+def _functional_calls(graph: Graph) -> list[tuple[Node, dict[int, Any]]]:
+    """Returns the functional calls of a graph, each with its caches by the index of the result that
+    is the cache's new content.
+    """
     places = [*enumerate(V3.places(*V3.written), len(V3.results))]
     nodes = graph.find_nodes(
         op="call_function", target=torch.ops.npu.npu_mla_prolog_v3_functional.default
     )
-    return [_Call(node, {result: node.args[place] for result, place in places}) for node in nodes]
+    return [(node, {result: node.args[place] for result, place in places}) for node in nodes]
 
 
-def _write_in_place(call: _Call) -> bool:
+def _write_in_place(node: Node, caches: dict[int, Any]) -> bool:
     """Makes a call in place if nothing else uses its caches, and they lie in different memory.
 
     Returns True if it has. A cache without elements has no memory.
     """
-    node, caches = call.node, call.caches
     if not all(_is_own(node, cache) for cache in caches.values()):
         return False
     storages = [

@@ -95,7 +95,7 @@ def _is_layer(value: Value) -> bool:
     """Returns True if the Value is a product with a weight, or an operator in place of one."""
     if value.op == "dot":
         return value.sources[1].weight or _has_changing_weight(value)
-    has_matrix = any(source.weight and len(source.shape) > 1 for source in value.sources)
+    has_matrix = any(source.weight and len(source.shape) == 2 for source in value.sources)
     is_opaque = value.op == "opaque" and has_matrix and not value.model
     return is_opaque and _rows(value).shape[-1:] != value.shape[-1:]
 
@@ -395,6 +395,9 @@ class _NearMisses:
                 text = f"%s {'adds' if value.op == 'sum' else 'joins'} what %s and %s make"
                 pair = _sorted(min(term, key=serial) for term in two_terms)
                 return Reason("linear.hidden", text, (value, *pair))
+        for term, is_adapter in self._other_addends(value) if any(layers_of_terms) else ():
+            code = "linear.hidden" if is_adapter else ""
+            return Reason(code, "%s adds %s", (value, term))
         is_wide = bool(layers) and prod(value.shape) > layers[0].shape[0]
         if value.op == "sum" and len(terms) == 1 and is_wide and _is_layer_output(terms[0]):
             bias = tuple(addends[:1])
@@ -472,7 +475,7 @@ class _NearMisses:
     def _likeness(self, down: Site, up: Site) -> float:
         """Returns how much of a prologue the products of two sites are part of, from 0 to 1."""
         dots = {*down.layers}
-        if any(map(self._is_residual, self.latents[up][1])):
+        if any(self._is_residual(step, down.rows) for step in self.latents[up][1]):
             return 0
         up_sites = [
             site for site, (layers, _) in self.latents.items() if not dots.isdisjoint(layers)
@@ -756,7 +759,8 @@ class _NearMisses:
         else:
             downs, between = self.layers_above(_rows(up))
             layers = self.layers.get(self._origin(_rows(downs[0])), []) if downs else []
-            if not self._is_cached(layers) or any(map(self._is_residual, between)):
+            is_residual = any(self._is_residual(step, _rows(downs[0])) for step in between)
+            if not self._is_cached(layers) or is_residual:
                 return
             reason = self._quantisation_reason((*downs, up), up)
             if reason is None and (self.first_odd_step(downs, between) or not has_root(between)):
@@ -771,14 +775,24 @@ class _NearMisses:
         if reason is not None and reported_products.isdisjoint(site):
             yield self._departure(reason, "absorb.absent", site, 0.5)
 
-    def _is_residual(self, value: Value) -> bool:
-        """Returns True if the Value is a sum with something that no layer makes."""
-        addends = (source for source in value.sources if prod(source.shape) == prod(value.shape))
-        return (
-            value.op == "sum"
-            and value.shape[-1:] not in ((), (1,))
-            and any(not addend.model and not self._reached(addend)[0] for addend in addends)
-        )
+    def _is_residual(self, value: Value, rows: Value) -> bool:
+        """Returns True if the Value is a sum with what the rows of a layer are made of."""
+        if value.shape[-1:] in ((), (1,)):
+            return False
+        for addend, is_product in self._other_addends(value):
+            inputs = {leaf for leaf in order([addend]) if leaf.op == "leaf" and not leaf.model}
+            if not is_product and not inputs.isdisjoint(order([rows])):
+                return True
+        return False
+
+    def _other_addends(self, value: Value) -> Iterator[tuple[Value, bool]]:
+        """Yields the addends of a sum, as large as it is, that no layer makes, and whether a
+        product does.
+        """
+        for addend in value.sources if value.op == "sum" else ():
+            layers, steps = self._reached(addend)
+            if not (layers or addend.model) and prod(addend.shape) == prod(value.shape):
+                yield addend, any(step.op in ("dot", "opaque") for step in steps)
 
 
 def _sorted(values: Iterable[Value]) -> list[Value]:

@@ -122,7 +122,7 @@ class Draws:
         has_floor = any(word(node) in _FLOORS and not holds_integers(node) for node in nodes)
         self._least = 0 if has_floor else -_DECADES
         by_role = {leaves[leaf]: shape for leaf, shape in self._shapes.items()}
-        self._token_count = math.prod(by_role["x"][:-1]) if "x" in by_role else math.inf
+        self._token_count = math.prod(by_role.get("x", ())[:-1])
         self._is_quantised = not {"scale", "token_scale", "tiles"}.isdisjoint(by_role)
         self._table = by_role.get("table", (1,))
 
@@ -199,7 +199,7 @@ class Draws:
             drawn = rows[role]
             if counted:
                 first, *steps = map(int, counted.split())
-                (step,) = steps or [int(self._token_count // count)]
+                (step,) = steps or [self._token_count // count]
                 drawn = drawn[(drawn % step == 0) & (drawn + step <= len(drawn))] - first
             drawn = drawn[:count]
             # each start has a sequence of its own

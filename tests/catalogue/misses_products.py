@@ -25,6 +25,7 @@ from .base import (
     attend,
     hf_interleave,
     linear,
+    paged_args,
     rotate_half,
     through,
 )
@@ -161,6 +162,36 @@ class AdaptedQueryLatent(Hidden):
 @miss("linear.hidden", tags="weights")
 class AdaptedLatent(Hidden):
     names = ("kv_a_proj_with_mqa",)
+
+
+def beside_args() -> tuple[Tensor, ...]:
+    return *paged_args(), *(torch.randn(n, k).bfloat16() for n, k in [(8, HCQ), (HE, 8), (8, HCQ)])
+
+
+@miss("norm.absent", tags="weights", args=beside_args)
+class LatentPlusArgument(Base):
+    def forward(self, *args: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        self.others = args[-3:]
+        return super().forward(*args[:-3])
+
+    def down(self, x: Tensor) -> Tensor:
+        return super().down(x) + self.others[0]
+
+
+@miss("linear.hidden", tags="weights", args=beside_args)
+class AdaptedByArguments(LatentPlusArgument):
+    def down(self, x: Tensor) -> Tensor:
+        return Base.down(self, x) + x @ self.others[1] @ self.others[2]
+
+
+@miss("norm.absent", tags="operators")
+class LatentsConvolved(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(HCQ, HCQ, 4, padding=3, groups=HCQ, dtype=torch.bfloat16)
+
+    def down(self, x: Tensor) -> Tensor:
+        return self.conv(super().down(x).T[None])[0, :, : len(x)].T
 
 
 @miss("linear.hidden", tags="weights, operators")

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 import mla_fusion as mf
@@ -38,8 +39,8 @@ class Sharded(PagedRotateHalf):
         return self.exchange(value) if at == self.at else value
 
     def query(self, x: Tensor) -> list[Tensor]:
-        down = self._at("q_a", self.q_a_proj(x))
-        q = self._at("q_b", self.q_b_proj(self.q_a_layernorm(down)))
+        c_q = self.q_a_layernorm(self._at("q_a", self.q_a_proj(x)))
+        q = self._at("q_b", self.q_b_proj(c_q))
         return q.view(*x.shape[:-1], self.heads, D + DR).split([D, DR], -1)
 
     def latent(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -68,6 +69,17 @@ def test_rows_of_all_devices_are_written() -> None:
     (fusion,) = mf.fuse(traced_graph(Rows(), *paged_args())).fused
     staged = next(one for one in fusion.staged_by if "other devices" in one.message)
     assert staged.code == "cache.rows_changed" and "all_gather" in staged.message
+
+
+def test_a_gathered_weight_is_verified_without_other_processes() -> None:
+    class Gathered(Sharded):
+        def query(self, x: Tensor) -> list[Tensor]:
+            weight = _of_both_devices(self.q_b_proj.weight.chunk(2)[0])
+            q = F.linear(self.q_a_layernorm(self.q_a_proj(x)), weight)
+            return q.unflatten(-1, (self.heads, -1)).split([D, DR], -1)
+
+    (fusion,) = mf.fuse(traced_graph(Gathered("", _summed), *paged_args())).fused
+    assert fusion.verified == "verified"
 
 
 def test_in_front_and_behind() -> None:
