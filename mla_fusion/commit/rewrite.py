@@ -149,13 +149,13 @@ class Writer:
                 self.replaced_reads[self.write_replaced(source), source] = None
             elif source not in self.b.copies:
                 self.b.value(source)
-        copy = copied(node, self.b.gm.graph, self._new_input)
+        copy = copied(
+            node,
+            self.b.gm.graph,
+            lambda source: self.values.get(source) or self.b.copies[source],
+        )
         self.b.copies[node] = copy
         return copy
-
-    def _new_input(self, source: Node) -> Node:
-        """Returns the new node for an operand of a copied node."""
-        return self.values[source] if source in self.values else self.b.copies[source]
 
     def write_replaced(self, node: Node) -> Node:
         """Returns the node that takes the place of a replaced node, over results."""

@@ -18,7 +18,7 @@ def normalised(gm: GraphModule) -> GraphModule:
 
     It is ``gm`` itself if that changes nothing.
     """
-    if not (subgraphs.has_subgraphs(gm) or any(map(_names_to_place, gm.graph.nodes))):
+    if not (subgraphs.calls_of(gm, gm.graph, "") or any(map(_names_to_place, gm.graph.nodes))):
         return gm
     copy = workplace(gm)
     subgraphs.copied(gm, copy.graph)

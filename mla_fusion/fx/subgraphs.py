@@ -53,14 +53,6 @@ class _Call:
     is_shared: bool = False
 
 
-def has_subgraphs(gm: GraphModule) -> bool:
-    """Returns True if ``gm.graph`` calls subgraphs that can be inlined.
-
-    A call stays if its body was traced for other shapes, or writes into operands before its end.
-    """
-    return bool(_calls(gm, gm.graph, ""))
-
-
 def copied(gm: GraphModule, graph: Graph) -> None:
     """Copies ``gm.graph`` into an empty graph, with subgraphs in place of their calls."""
     _Copy(gm, graph).add(gm.graph, {}, "", {})
@@ -84,7 +76,7 @@ class _Copy:
         path    where the graph is in the module, with a dot at the end
         origin  metadata for all copies
         """
-        calls = _calls(self.gm, graph, path)
+        calls = calls_of(self.gm, graph, path)
         for node in graph.nodes:
             if node in values:
                 continue
@@ -141,8 +133,13 @@ class _Copy:
         return [*map_arg(output.args[0], values.__getitem__), *written.values()]
 
 
-def _calls(gm: GraphModule, graph: Graph, path: str) -> dict[Node, _Call]:
-    """Returns the calls in ``graph`` that can be inlined."""
+def calls_of(gm: GraphModule, graph: Graph, path: str) -> dict[Node, _Call]:
+    """Returns the calls in ``graph`` that can be inlined.
+
+    A call stays if its body was traced for other shapes, or writes into operands before its end.
+
+    path  of the graph's module in ``gm``
+    """
     calls: dict[Node, _Call] = {}
     for node in graph.nodes:
         call = _read_call(node)

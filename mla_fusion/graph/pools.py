@@ -476,7 +476,11 @@ class _Rewrite:
             self._point = min(backs)
             self.b.at(self._point, back.meta)
             for part in pool.parts:
-                pieces = [piece for piece in pool.pieces if _overlap(piece[0], part)]
+                pieces = [
+                    piece
+                    for piece in pool.pieces
+                    if piece[0].start < part.stop and part.start < piece[0].stop
+                ]
                 if not any(map(pool.is_changed, pieces)):
                     continue
                 values = list[Value]()
@@ -495,11 +499,6 @@ class _Rewrite:
             self.b.insert(aten.copy_.default, (node, new), {}, node.meta["val"])
         for back in backs:
             self.graph.gm.graph.erase_node(back)
-
-
-def _overlap(run: Run, other: Run) -> bool:
-    """Returns True if two runs share elements."""
-    return run.start < other.stop and other.start < run.stop
 
 
 def _is_scatter(node: Node) -> bool:

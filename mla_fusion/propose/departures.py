@@ -119,8 +119,10 @@ def _weights_only_reason(layer: Value) -> Reason | None:
 
 
 def _rows(layer: Value) -> Value:
-    """Returns the activation that a layer reads."""
-    return next(source for source in layer.sources if not source.model)
+    """Returns the activation that a layer reads; of an operator, its largest operand."""
+    activations = [source for source in layer.sources if not source.model]
+    is_product = layer.op == "dot"
+    return activations[0] if is_product else max(activations, key=lambda value: prod(value.shape))
 
 
 def _is_flat(layer: Value) -> bool:
@@ -480,7 +482,11 @@ class _NearMisses:
         up_sites = [
             site for site, (layers, _) in self.latents.items() if not dots.isdisjoint(layers)
         ]
-        normed_sites = [site for site in up_sites if _is_norm_path(self.latents[site][1])]
+        normed_sites = [
+            site
+            for site in up_sites
+            if has_root(steps := self.latents[site][1]) and all(step.op != "dot" for step in steps)
+        ]
         has_heads = bool(self._heads_of(up))
         is_turned, has_latents = any(map(_has_rotation, up_sites)), up in normed_sites
         count = has_heads + is_turned + _has_rotation(down) + (len(normed_sites) > 1)
@@ -567,8 +573,10 @@ class _NearMisses:
                     cut = self._token_cut([layer], self.steps_below([layer]))  # of padded rows
                     return cut or Reason("quant.dynamic", "%s multiplies %s", (layer, rows))
             if node is not None:
-                text = f"%s ({kinds.called(node)}) {UNKNOWN}"
-                return Reason("linear.hidden", text, (layer,))
+                target = kinds.called(node)
+                is_branch = str(target) in _BRANCHES
+                code, act = ("graph.branch", "runs it") if is_branch else ("linear.hidden", UNKNOWN)
+                return Reason(code, f"%s ({target}) {act}", (layer,))
         return None
 
     def _key_reason(
@@ -845,11 +853,6 @@ def _is_rounding(value: Value) -> bool:
 def _has_rotation(site: Site) -> bool:
     """Returns True if a Value of the site is rotated."""
     return bool(site.readings_of("turned"))
-
-
-def _is_norm_path(steps: Sequence[Value]) -> bool:
-    """Returns True if the steps have a norm and no attention."""
-    return has_root(steps) and all(step.op != "dot" for step in steps)
 
 
 def has_root(steps: Iterable[Value]) -> bool:
