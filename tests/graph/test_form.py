@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mla_fusion.graph import bounds
 from mla_fusion.graph.form import Form, Value
-from mla_fusion.graph.numbers import ONE, literal, number
+from mla_fusion.graph.numbers import literal, number
 from tests.graph.real import Real
 
 LEAVES = {"a": (4, 5), "wx": (5, 6), "y": (4, 6), "g": (6,), "w": (6, 3), "u": (3, 6, 6)}
@@ -306,13 +306,6 @@ def test_substitution_is_the_same_chain_of_another_value(by: str) -> None:
         if not bool(wanted.isfinite().all()):
             continue
         assert_close(Real(leaves)(form.substituted(chain.value, {x: new})), wanted)
-
-
-def test_a_number_in_front_and_the_rest_are_the_value() -> None:
-    for chain in chains(4):
-        times, rest = chain.form.split(chain.value)
-        assert chain.form.split(rest)[0] == ONE
-        assert_close(Real(chain.leaves)(rest) * float(times), chain.tensor)
 
 
 # -- whole numbers

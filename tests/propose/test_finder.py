@@ -62,10 +62,17 @@ class InABranch(torch.nn.Module):
         return torch.cond(flag, computed, nothing, (x, cos, sin))
 
 
-def test_a_prologue_in_a_branch_is_named() -> None:
-    x, cos, sin, *_ = base.paged_args()
-    rejection = refused(traced_graph(InABranch(), torch.tensor(True), x, cos, sin))
-    assert rejection.code == "graph.branch" and "cond" in rejection.message
+class BranchedLatent(base.Base):
+    def down(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cond(x.sum() > 0, self.q_a_proj, lambda x: self.q_a_proj(-x), (x,))
+
+
+def test_a_prologue_in_a_branch_or_a_part_of_it_is_named() -> None:
+    args = base.paged_args()
+    whole = traced_graph(InABranch(), torch.tensor(True), *args[:3])
+    for graph in (whole, traced_graph(BranchedLatent(), *args)):
+        rejection = refused(graph)
+        assert rejection.code == "graph.branch" and "cond" in rejection.message
 
 
 class ScaledByOthers(RowLinear):
