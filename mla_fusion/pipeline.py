@@ -113,7 +113,7 @@ def run(
     report.nodes_before = count
     report.timings["total"] = perf_counter() - start_time
     report.nodes_after = len(gm.graph.nodes)
-    if report.rejected or not report.fused:
+    if report.rejected or all(fusion.staged_by for fusion in report.fused):
         report.notes = gm.meta.get(module_path.NOTES, ())
     if is_trial:
         return report

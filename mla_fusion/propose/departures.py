@@ -121,8 +121,9 @@ def _weights_only_reason(layer: Value) -> Reason | None:
 def _rows(layer: Value) -> Value:
     """Returns the activation that a layer reads; of an operator, its largest operand."""
     activations = [source for source in layer.sources if not source.model]
-    is_product = layer.op == "dot"
-    return activations[0] if is_product else max(activations, key=lambda value: prod(value.shape))
+    if layer.op == "dot":
+        return activations[0]
+    return max(activations, key=lambda value: prod(value.shape))
 
 
 def _is_flat(layer: Value) -> bool:
