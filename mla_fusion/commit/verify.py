@@ -160,8 +160,8 @@ def _roles(plan: Plan, x_roles: dict[Node, str]) -> dict[Node, str]:
         drawn_role = " ".join(
             word for word in role.split(" ") if not (word.isdigit() and is_open(int(word)))
         )
-        inputs = (node for node in graph.nodes.get(leaf, ()) if node.op == "placeholder")
-        roles |= dict.fromkeys(inputs, drawn_role)
+        nodes = graph.nodes.get(leaf, ())
+        roles |= {node: drawn_role for node in nodes if node.op == "placeholder"}
 
     def operands(node: Node) -> list[Node]:
         """Returns the nodes above a node, except x and what comes before it."""

@@ -101,10 +101,12 @@ def _functional_calls(graph: Graph) -> list[tuple[Node, dict[int, Any]]]:
     is the cache's new content.
     """
     places = [*enumerate(V3.places(*V3.written), len(V3.results))]
-    nodes = graph.find_nodes(
-        op="call_function", target=torch.ops.npu.npu_mla_prolog_v3_functional.default
-    )
-    return [(node, {result: node.args[place] for result, place in places}) for node in nodes]
+    return [
+        (node, {result: node.args[place] for result, place in places})
+        for node in graph.find_nodes(
+            op="call_function", target=torch.ops.npu.npu_mla_prolog_v3_functional.default
+        )
+    ]
 
 
 def _write_in_place(node: Node, caches: dict[int, Any]) -> bool:

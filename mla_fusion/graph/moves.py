@@ -14,7 +14,7 @@ import torch
 
 from mla_fusion.graph import quantise
 from mla_fusion.graph.call import Call, Departs, Size, operator
-from mla_fusion.graph.form import Form, Value, filled_with, strip, strip_reshapes
+from mla_fusion.graph.form import Form, Value, filled_with, strip_reshapes
 from mla_fusion.graph.numbers import is_open
 
 _VIEWS = (
@@ -34,9 +34,7 @@ _SCALE_CODES = frozenset((torch.uint8, torch.float8_e8m0fnu))
 
 def _reinterpret(c: Call, x: Value, dtype: torch.dtype) -> Value:
     """The same bytes as elements of another dtype."""
-    inner = strip(x, "reshape", "permute", "slice")
-    is_scale = inner.function == "power of two"
-    if dtype.itemsize == 1 and (is_scale or {x.dtype, dtype} <= _SCALE_CODES):
+    if dtype in _SCALE_CODES and (x.dtype in _SCALE_CODES or quantise.is_block_scale(x)):
         return x  # both dtypes hold the codes of scales
     if dtype.itemsize > 1 or not x.active or x.shape[-1:] == c.shape[-1:]:
         return c.opaque(str(dtype), [x])
@@ -136,9 +134,10 @@ def _in_call_dtype(c: Call, parts: Sequence[Value]) -> list[Value]:
     """The parts of a join in the call's dtype. Beside an active one they lose casts that change no
     number.
     """
-    is_active = any(part.active for part in parts)
     parts = [part if part.active else c.form.cast(part, c.dtype) for part in parts]
-    return [c.form.bare(part, False) for part in parts] if is_active else parts
+    if any(part.active for part in parts):
+        return [c.form.bare(part, False) for part in parts]
+    return parts
 
 
 _IDENTITIES = "clone alias detach contiguous lift_fresh lift_fresh_copy resolve_conj resolve_neg"

@@ -56,6 +56,11 @@ def is_size(value: Value) -> bool:
     return inner.function == "largest"
 
 
+def is_block_scale(value: Value) -> bool:
+    """True for scales of blocks in mxfp8: powers of two, of which a node may hold the codes."""
+    return strip(value, *_VIEWS, "slice").function == "power of two"
+
+
 def _rounding_state(value: Value) -> tuple[Value, bool, float, float]:
     """The state of a rounded or clamped Value: its source, whether it is rounded, and its bounds.
 
@@ -124,6 +129,8 @@ def cast(c: Call, value: Value, dtype: torch.dtype) -> Value:
     The cast stays a function of its own if the Value was not rounded and saturated before.
     """
     form = c.form
+    if is_block_scale(value):  # its code, or the power of two: the dtype of the node decides
+        return c.function("to", value, literals=str(dtype))
     if not value.active or dtype.itemsize > 1 or dtype == torch.bool:
         if value.active and dtype.is_floating_point:
             return value

@@ -107,7 +107,10 @@ def _nodes_to_caches(rows: Iterable[Node]) -> list[Node]:
 
     def readers(node: Node) -> Iterator[Node]:
         """Returns the readers that may lead to a cache write."""
-        is_followed = not is_end(node) or _is_put_back(node)
+        # a reader may write the node back into what it is a slice of
+        is_followed = not is_end(node) or any(
+            word(user) in _PUT_BACK and not _is_stored(user) for user in node.users
+        )
         return (user for user in node.users if is_followed and user.op != "output")
 
     later_nodes = list(reached(rows, readers, _MOST_NODES))[len(rows) :]
@@ -123,11 +126,6 @@ def _nodes_to_caches(rows: Iterable[Node]) -> list[Node]:
 def _is_view_only(node: Node) -> bool:
     """Returns True if the node costs no operator."""
     return is_view(node) or is_getitem(node) or word(node) == "view"
-
-
-def _is_put_back(node: Node) -> bool:
-    """Returns True if a reader writes the node back into what it is a slice of."""
-    return any(word(user) in _PUT_BACK and not _is_stored(user) for user in node.users)
 
 
 def _is_stored(node: Node) -> bool:

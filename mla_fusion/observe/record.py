@@ -255,9 +255,8 @@ def describe_absence(projections: Projections) -> tuple[str, ...]:
     ]
     if not counts:
         lines.append(
-            "  A weight is a parameter or a buffer of an nn.Module that is compiled. One in an "
-            "argument of the call, in a closure or in a plain object is none, and what it makes is "
-            "not counted here."
+            "  A weight is a parameter or buffer of an nn.Module. One in an argument, a closure or "
+            "a plain object is none, and what it makes is not counted here."
         )
     if unknown := ", ".join(registered.unknown(graph.gm.graph.nodes)):
         lines.append(

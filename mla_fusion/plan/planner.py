@@ -143,11 +143,12 @@ class Planner:
         """
         graph, stack = self.graph, [*plan.inputs] if self.graph.assumed else []
         rewrites, above = Rewrites(graph.form, plan.claims), set[Node]()
-        steps = nodes.union(plan.inputs)
         registered = sorted(  # steps that change no number, too
             node
             for node in graph.registered
-            if node in steps or any(map(rewrites.of, values_of(graph.readings[node])))
+            if node in nodes
+            or node in plan.inputs
+            or any(map(rewrites.of, values_of(graph.readings[node])))
         )
         operators = (operator for node in registered for operator in graph.registered[node])
         for target in dict.fromkeys(operators):

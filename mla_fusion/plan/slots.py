@@ -278,9 +278,10 @@ def _counted_from(
         axes = sorted(axis for _, summand_axes in spreads for axis in summand_axes)
         return all(target == own[0] for target, _ in spreads) and axes == _long_axes(own[0])
 
-    is_owned = not counts or not own[1] or own in owners
+    is_single = prod(starts[0].shape) == 1
+    is_owned = not counts or is_single or own in owners
     # one start may serve all sequences
-    is_shared = not own[1] and is_each_counted([*spreads, *owners])
+    is_shared = is_single and is_each_counted([*spreads, *owners])
     if not (is_owned and (is_shared or is_each_counted(spreads))):
         return None
     return {leaf: f"{role} {first} {count}" for leaf, role in roles.items()}

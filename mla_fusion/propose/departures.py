@@ -399,8 +399,7 @@ class _NearMisses:
                 pair = _sorted(min(term, key=serial) for term in two_terms)
                 return Reason("linear.hidden", text, (value, *pair))
         for term, is_adapter in self._other_addends(value) if any(layers_of_terms) else ():
-            code = "linear.hidden" if is_adapter else ""
-            return Reason(code, "%s adds %s", (value, term))
+            return Reason("linear.hidden" if is_adapter else "", "%s adds %s", (value, term))
         is_wide = bool(layers) and prod(value.shape) > layers[0].shape[0]
         if value.op == "sum" and len(terms) == 1 and is_wide and _is_layer_output(terms[0]):
             bias = tuple(addends[:1])

@@ -275,6 +275,12 @@ class MxIndexed(Indexed):
     pass
 
 
+@of_floats(IN_PLACE, tags="floats, operators, readers", weight_quant_mode=3)
+class CodesOfScales(MxIndexed):
+    def extra(self, c_q_raw: Tensor, c_q: Tensor, k_pe: Tensor) -> Tensor:
+        return self.q_b_proj.quantise(c_q)[1].bfloat16()
+
+
 @of_floats(IN_PLACE, source="GLM-5", tags="floats, operators, readers", weight_quant_mode=4)
 class Fp8Indexed(Indexed):
     linear = RowLinear

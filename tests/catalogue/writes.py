@@ -190,6 +190,15 @@ class BlockOfTheNextToken(SeveralTokensOfEach):
     ahead = 1  # two tokens of a sequence may share a row
 
 
+@entry(STAGED, source=OURS, tags="cache", args=several_args)
+class StartsOfPlaces(SeveralTokensOfEach):
+    """Each of two places is counted from a start of its own: two starts may name one row."""
+
+    def slots_of(self, kv_cache: Tensor, table: Tensor, position: Tensor) -> Tensor:
+        places = position[:2, None].expand(2, 4).t() + torch.arange(2)
+        return (torch.arange(4)[:, None] * BLOCK_SIZE + places).flatten()
+
+
 @entry(IN_PLACE, source="vLLM", tags="cache, device", args=block_table_args)
 class SlotsFromTableAndCache(SlotsFromBlockTable):
     """BlockSize is the cache's own size."""
