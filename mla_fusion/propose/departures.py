@@ -573,10 +573,10 @@ class _NearMisses:
                     cut = self._token_cut([layer], self.steps_below([layer]))  # of padded rows
                     return cut or Reason("quant.dynamic", "%s multiplies %s", (layer, rows))
             if node is not None:
-                target = kinds.called(node)
-                is_branch = str(target) in _BRANCHES
-                code, act = ("graph.branch", "runs it") if is_branch else ("linear.hidden", UNKNOWN)
-                return Reason(code, f"%s ({target}) {act}", (layer,))
+                cause = self._odd_step(layer, ())
+                if cause is not None and cause.code == "graph.branch":
+                    return cause
+                return Reason("linear.hidden", f"%s ({kinds.called(node)}) {UNKNOWN}", (layer,))
         return None
 
     def _key_reason(
@@ -767,8 +767,9 @@ class _NearMisses:
         else:
             downs, between = self.layers_above(_rows(up))
             layers = self.layers.get(self._origin(_rows(downs[0])), []) if downs else []
-            is_residual = any(self._is_residual(step, _rows(downs[0])) for step in between)
-            if not self._is_cached(layers) or is_residual:
+            if not self._is_cached(layers) or any(
+                self._is_residual(step, _rows(downs[0])) for step in between
+            ):
                 return
             reason = self._quantisation_reason((*downs, up), up)
             if reason is None and (self.first_odd_step(downs, between) or not has_root(between)):
