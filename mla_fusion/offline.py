@@ -23,6 +23,7 @@ def on_npu(
     Fake ones go through torch.compile and torchair as real ones would, up to where the device would
     run the compiled graph: there ``NpuNotAvailable`` is raised. Calls :func:`activate`.
     """
+    from mla_fusion.compat import tree_map_only
     from mla_fusion.compile.fakes import relocate
 
     activate()
@@ -31,7 +32,7 @@ def on_npu(
 
     if not torch_npu.npu.is_available():
         return relocate(module_or_fn, tuple(arguments), "npu")
-    moved = (item.to("npu") if isinstance(item, torch.Tensor) else item for item in arguments)
-    return module_or_fn.to("npu") if isinstance(
-        module_or_fn, torch.nn.Module
-    ) else module_or_fn, tuple(moved)
+    if isinstance(module_or_fn, torch.nn.Module):
+        module_or_fn = module_or_fn.to("npu")
+    moved = tree_map_only(torch.Tensor, lambda tensor: tensor.to("npu"), tuple(arguments))
+    return module_or_fn, moved

@@ -207,14 +207,10 @@ def refused(gm: GraphModule, config: mf.Config | None = None) -> Rejection:
     rejection, *_ = report.rejected
     assert rejection.message.startswith(CODES[rejection.code.partition(":")[0]][0])
     assert rejection.nodes and rejection.remedy
-    named, numbered = (
-        module_path.Labels(gm.graph),
-        re.compile(r"(?<![\w.])(?!npu_)\w*\d\w*(?![\w.])"),
-    )
+    named, numbered = module_path.Labels(gm.graph), r"(?<![\w.])(?!npu_)\w*\d\w*(?![\w.])"
     names = {node.name: named.of(node) for node in gm.graph.nodes}
-    internal = [
-        name for name in numbered.findall(rejection.message) if names.get(name, name) != name
-    ]
+    found = re.findall(numbered, rejection.message)
+    internal = [name for name in found if names.get(name, name) != name]
     assert not internal, f"{internal} in {rejection.message}"
     return rejection
 

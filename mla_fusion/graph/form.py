@@ -396,7 +396,7 @@ class Form:
         """
         if value.dtype == dtype:
             return value
-        if value.is_float and dtype.is_floating_point and _is_wide(dtype):
+        if value.is_float and dtype.is_floating_point and dtype.itemsize > 1:
             if value.active:
                 return value
             if value.op == "cast" and value.sources[0].dtype == dtype and is_widening(value):
@@ -437,7 +437,7 @@ class Form:
                 elif (
                     source.is_float
                     and value.is_float
-                    and (is_widening(value) or (may_narrow and _is_wide(value.dtype)))
+                    and (is_widening(value) or (may_narrow and value.dtype.itemsize > 1))
                 ):
                     bare_value = self.bare(source, may_narrow and is_widening(value))
             elif value.op in MOVES or (value.op == "product" and value.literal[0] == (1,)):
@@ -1105,11 +1105,6 @@ def _promoted(first: torch.dtype, second: torch.dtype) -> torch.dtype:
     )
     is_byte = narrow.itemsize == 1 and wide.is_floating_point
     return wide if is_byte else torch.promote_types(narrow, wide)
-
-
-def _is_wide(dtype: torch.dtype) -> bool:
-    """True for a dtype of more than one byte."""
-    return dtype.itemsize > 1
 
 
 def is_widening(cast: Value) -> bool:

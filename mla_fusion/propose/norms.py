@@ -79,6 +79,8 @@ def read_norm(site: Site, value: Value, what: str) -> Norm:
 
     what  names what is normed, for messages
     """
+    if value.shape[-1] in site.projections.graph.sizes:
+        raise Departure("linear.symbolic", f"{what} are of symbolic size", [value])
     form, reading = site.projections.form, site.reading_of(value)
     if reading is None or reading.kind != "normed":
         raise Departure("norm.absent", f"{what} are not normed", [value])

@@ -272,7 +272,7 @@ class _Joiner:
 
         reason  why W_uk is [I | 0]; None if the graph has W_uk
         """
-        self.form: Form = projections.form
+        self.form = projections.form
         self.projections, self.down, self.up, self.identity_reason = projections, down, up, reason
         self._latent_scales: Value | None = None  # scales of quantised latents
         self._scale = ONE  # qc_qr_scale

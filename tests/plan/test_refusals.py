@@ -4,10 +4,12 @@ exactly as it was.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import mla_fusion as mf
 from mla_fusion.compile.device_graph import capture
@@ -107,6 +109,13 @@ def test_a_symbolic_number_of_heads() -> None:
                 run(*given, heads), model(*clones(args), heads), rtol=2e-2, atol=2e-2
             )
     assert [item.code for report in mf.reports() for item in report.rejected] == ["linear.symbolic"]
+
+
+def test_weights_of_symbolic_sizes() -> None:
+    model = prologues.PagedRotateHalf().requires_grad_(False)
+    run = torch.func.functionalize(partial(torch.func.functional_call, model))
+    gm = make_fx(run, tracing_mode="symbolic")(dict(model.named_parameters()), base.paged_args())
+    assert refused(gm).code == "linear.symbolic"
 
 
 class SlotsLowered(base.Base):
