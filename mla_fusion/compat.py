@@ -32,17 +32,22 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch._C import DispatchKey, DispatchKeySet, FunctionSchema
+from torch._C import DispatchKey, DispatchKeySet, FunctionSchema, parse_schema
 from torch._C import _DisableAutocast as without_autocast
+from torch._C import _dispatch_has_kernel_for_dispatch_key as has_kernel  # of a name, for a key
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch._subclasses.fake_tensor import unset_fake_temporarily as without_fake_mode
 from torch.fx import Graph, Node
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes as without_modes
+
+# True for a tensor that consists of other tensors: a DTensor, a quantised weight
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_wrapper
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 if TYPE_CHECKING:
+    from torch._dynamo import mark_static_address
     from torch._dynamo.backends.common import aot_autograd
     from torch._dynamo.exc import BackendCompilerFailed, TorchRuntimeError, Unsupported
     from torch._functorch.aot_autograd import aot_module_simplified
@@ -61,6 +66,7 @@ _LATE = {  # loaded on first use
     "aot_autograd": "torch._dynamo.backends.common",
     "aot_module_simplified": "torch._functorch.aot_autograd",
     "make_fx": "torch.fx.experimental.proxy_tensor",
+    "mark_static_address": "torch._dynamo",
     "statically_known_true": "torch.fx.experimental.symbolic_shapes",
 }
 
@@ -90,9 +96,6 @@ def given_by_name(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -
     return {name: values[name] for name in names if name in values}
 
 
-parse_schema: Callable[[str], FunctionSchema] = torch._C.parse_schema
-
-
 def overload_name(target: Any) -> str:
     """Returns ``Tensor`` for ``aten.add.Tensor``; "" if the target is no overload."""
     return getattr(target, "_overloadname", "")
@@ -120,10 +123,6 @@ def has_argument(operator: str, name: str) -> bool:
     """Returns True if ``namespace::name`` is defined and has an argument of that name."""
     schemas = torch._C._jit_get_schemas_for_operator(operator)
     return any(argument.name == name for schema in schemas for argument in schema.arguments)
-
-
-# arguments: the name of an operator, and a dispatch key
-has_kernel: Callable[[str, str], bool] = torch._C._dispatch_has_kernel_for_dispatch_key
 
 
 def registrations(name: str) -> list[str]:
@@ -217,10 +216,6 @@ storage_id: Callable[[Tensor], int] = getattr(torch._C, "_storage_id")  # noqa: 
 version_of: Callable[[Tensor], int] = attrgetter("_version")
 
 
-# True for a tensor that consists of other tensors: a DTensor, a quantised weight
-is_wrapper: Callable[[object], bool] = is_traceable_wrapper_subclass
-
-
 def parts_of(tensor: Any) -> Iterator[Tensor]:
     """Yields the tensors inside a wrapper, in AOT autograd's order; or the tensor itself."""
     if is_wrapper(tensor):
@@ -296,6 +291,8 @@ def guard(condition: Any) -> bool | None:
     torch compiles the graph again for another value. If nothing checks guards, it returns True for
     a condition that always holds, False for one that the trace breaks, else None.
     """
+    if isinstance(condition, bool):
+        return condition
     if statically_known_true(condition):
         return True
     mode, env = getattr(_tracing_context(), "fake_mode", None), condition.node.shape_env
@@ -450,11 +447,6 @@ def copy_marks(source: Tensor, target: Tensor) -> None:
     for mark in _MARKS:
         if hasattr(source, mark):
             setattr(target, mark, copy.copy(getattr(source, mark)))
-
-
-def mark_static_address(tensor: Tensor) -> None:
-    """Tells dynamo that the tensor's memory stays the same."""
-    torch._dynamo.mark_static_address(tensor)
 
 
 def is_saving() -> bool:

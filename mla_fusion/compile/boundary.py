@@ -50,8 +50,7 @@ aten = torch.ops.aten
 log = logging.getLogger("mla_fusion")
 warn_once = functools.cache(log.warning)
 
-Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
-Fused = tuple[Report, list[Any], Wrap]
+Fused = tuple[Report, list[Any], Callable[[Callable[..., Any]], Callable[..., Any]]]
 _UNCOUNTED = (
     "{} weights of kernel calls were made under torch.inference_mode(), where torch counts no "
     "changes. After a change call mla_fusion.refresh(model), or calls may use what was packed "

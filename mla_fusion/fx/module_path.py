@@ -181,7 +181,8 @@ _TABLES = r"\._(?:modules|parameters|buffers)"
 
 @cache
 def _plain(path: str) -> str:
-    """Returns a module path as users write it."""
+    """Returns a module path as users write it. A module may have another forward of its own."""
+    path = path.replace(".forward.__self__", "")
     path = re.sub(r"^L\['\w+'\]", "", path)
     path = re.sub(rf"(?:{_TABLES})?\['(\w+)'\]", r".\1", path)
     return re.sub(r"\[(\d+)\]", r".\1", path).strip(".")

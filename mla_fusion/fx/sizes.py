@@ -51,10 +51,10 @@ def bytes_of(tensor: torch.Tensor) -> Any:
 def describe(value: Any) -> object:
     """Returns dtype, shape, strides and device of a tensor, or the value as text."""
     if isinstance(value, torch.Tensor):
-        shape, strides = value.shape, value.stride()
-        if has_symbols((*shape, *strides)):  # as text they can be compared and hashed
-            return value.dtype, str(shape), str(strides), value.device, value.is_conj()
-        return value.dtype, shape, strides, value.device, value.is_conj()
+        sizes: object = value.shape, value.stride()
+        if has_symbols((*value.shape, *value.stride())):
+            sizes = str(sizes)  # as text they can be compared and hashed
+        return value.dtype, sizes, value.device, value.is_conj()
     if isinstance(value, (list, tuple)):
         return tuple(map(describe, value))
     return str(value)

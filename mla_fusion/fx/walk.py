@@ -104,7 +104,6 @@ def _through(*predicates: Callable[[Node], bool]) -> Policy:
     return lambda node: input_of(node) if any(is_passed(node) for is_passed in predicates) else None
 
 
-views = _through(is_view)
 views_and_model_casts = _through(is_view, is_model_cast)
 views_and_casts = _through(is_view, is_cast)
 views_and_writers = _through(is_view, is_writer)

@@ -396,14 +396,16 @@ class Form:
         """
         if value.dtype == dtype:
             return value
-        if value.is_float and dtype.is_floating_point and dtype.itemsize > 1:
-            if value.active:
-                return value
-            if value.op == "cast" and value.sources[0].dtype == dtype and is_widening(value):
-                return value.sources[0]
-        if _is_narrowed_input(value):
-            self.assumed.append(f"input {value.sources[0].literal} holds numbers below 2**31")
-            return self.cast(value.sources[0], dtype)
+        is_among_floats = value.is_float and dtype.is_floating_point and dtype.itemsize > 1
+        if is_among_floats and value.active:
+            return value
+        if value.op == "cast":
+            (source,) = value.sources
+            if is_among_floats and source.dtype == dtype and is_widening(value):
+                return source
+            if source.op == "leaf" and (source.dtype, value.dtype) == (torch.int64, torch.int32):
+                self.assumed.append(f"input {source.literal} holds numbers below 2**31")
+                return self.cast(source, dtype)
         inner = strip(value, "expand")
         if inner.is_number and dtype.is_floating_point:
             number = inner.literal[1]
@@ -999,13 +1001,6 @@ def numbered(
         numbers[value] = len(numbers)
         stack.pop()
     return (tuple(parts), tuple([numbers[value] for value in roots])), list(numbers)
-
-
-def _is_narrowed_input(value: Value) -> bool:
-    """True for an int64 input that is cast to int32."""
-    if value.op != "cast" or value.dtype != torch.int32:
-        return False
-    return value.sources[0].op == "leaf" and value.sources[0].dtype == torch.int64
 
 
 def filled_with(value: Value) -> Value | None:

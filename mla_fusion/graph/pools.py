@@ -23,7 +23,7 @@ from mla_fusion.fx.build import GraphBuilder
 from mla_fusion.fx.kinds import signature
 from mla_fusion.fx.module_path import NAME, label
 from mla_fusion.fx.sizes import is_size, same
-from mla_fusion.fx.walk import is_copy_into, is_in_last_copies, origin, views
+from mla_fusion.fx.walk import is_copy_into, is_in_last_copies, origin, views_and_writes
 from mla_fusion.fx.workplace import workplace
 from mla_fusion.graph.form import Shape, Value, filled_with, order, strip
 from mla_fusion.graph.lower import Lowering
@@ -491,7 +491,7 @@ class _Rewrite:
                 leaf = self._inputs[pool.node, part]
                 node = self._lower.known[leaf]
                 new = self._lower.of(form.reshape(form.join(values, 0), leaf.shape), leaf.dtype)
-                if origin(new, views).op == "placeholder":  # a copy may change it before
+                if origin(new, views_and_writes).op == "placeholder":  # a copy may change it before
                     new = self.b.contiguous(new)
                 copies.append((back, node, new))
         for back, node, new in copies:

@@ -14,6 +14,7 @@ from typing import ClassVar
 import torch
 from torch.fx import Node
 
+from mla_fusion.compat import guard
 from mla_fusion.fx.kinds import called
 from mla_fusion.fx.sizes import divides, known, same
 from mla_fusion.graph.form import MOVES, Value, order, strip, strip_reshapes
@@ -159,8 +160,10 @@ def _pair_obstacles(graph: Graph, kv: Write, kr: Write) -> Iterator[Obstacle]:
     names = f"{kv.cache.name} and {kr.cache.name}"
     if kv.slots is not kr.slots:
         yield Obstacle("cache.slots_differ", f"{names} are written at different slots")
-    if kv.shape[:3] != kr.shape[:3]:
-        sizes = " and ".join(str(list(map(graph.unbound, write.shape))) for write in (kv, kr))
+    shapes = [list(map(graph.unbound, write.shape)) for write in (kv, kr)]
+    *pairs, _ = zip(*shapes, strict=True)
+    if not all(same(size, other) or guard(size == other) for size, other in pairs):
+        sizes = " and ".join(map(str, shapes))
         yield Obstacle("cache.blocks_differ", f"{names} are {sizes} to the kernel")
     if kv.cache is kr.cache:
         yield Obstacle("cache.joined_row", f"both writes go to {kv.cache.name}")

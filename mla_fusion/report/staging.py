@@ -60,8 +60,8 @@ REMEDIES: dict[str, str] = {
     "cache.rows_read": "Write the rows once, to one cache.",
     "cache.row_order": "Write the rows in the order of the tokens, and the columns as they are.",
     "cache.blocks_differ": (
-        "Give both caches the same BlockNum and BlockSize. Of sizes that mark_dynamic made "
-        "symbols, say that they are equal: torch._check(kv_cache.shape[0] == kr_cache.shape[0]), "
+        "Give both caches the same BlockNum and BlockSize. Of symbolic sizes of an exported "
+        "program, say that they are equal: torch._check(kv_cache.shape[0] == kr_cache.shape[0]), "
         "and so for shape[1]."
     ),
     "cache.slots_differ": "Write both caches by one tensor of slots.",

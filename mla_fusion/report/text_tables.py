@@ -73,5 +73,6 @@ def first_line(error: BaseException) -> str:
 
 
 def as_json(data: Any) -> str:
-    """Returns data as JSON text. Paths, dtypes and the like become their text."""
-    return json.dumps(data, indent=2, default=str)
+    """Returns data as JSON text. Paths, dtypes, infinity and the like become their text."""
+    plain = json.loads(json.dumps(data, default=str), parse_constant=str)
+    return json.dumps(plain, indent=2)

@@ -280,7 +280,10 @@ def _words(value: Any) -> str:
         "--prepack", "say what mla_fusion.prepack would lay out in a layer", action="store_true"
     ),
     option(
-        "--tokens", "load the weights, generate so many tokens and compare", type=int, default=0
+        "--tokens",
+        "load the weights, generate so many tokens and compare",
+        type=positive,
+        default=0,
     ),
     option(
         "--dtype",
@@ -572,16 +575,14 @@ def selftest(arguments: Namespace) -> int:
     from mla_fusion.tools.selftest.device import choose
 
     device = choose(arguments.device, arguments.soc, arguments.cann)
-    outcome = selftest.run(device, arguments.only, _show_progress)
+    outcome = selftest.run(
+        device,
+        arguments.only,
+        lambda check: print(f"{check.name} ({check.through})", file=sys.stderr, flush=True),
+    )
     if not outcome.results:
         raise UserError(f"no check matches {arguments.only!r}")
     if arguments.out:
         with writing(arguments.out):
             arguments.out.write_text(f"{outcome}\n", encoding="utf-8")
     return answer(outcome, arguments, not outcome.failed)
-
-
-def _show_progress(result: Any) -> None:
-    """Prints the check that has ended: on a terminal as a line that the next check overwrites."""
-    before, after = ("\r\033[K", "\r") if sys.stderr.isatty() else ("", "\n")
-    print(f"{before}{result.name} ({result.through})", end=after, file=sys.stderr, flush=True)

@@ -196,7 +196,11 @@ def _lowering_error(mode: str, gm: GraphModule, error: Exception) -> LoweringErr
     )
     message = f"torchair failed on this graph: {first_line(error)}"
     if refused:
-        message = f"torchair has no GE converter for {', '.join(refused)}"
+        message = (
+            f"torchair has no GE converter for {', '.join(refused)}. If nothing is fused: "
+            "mla_fusion.converters.register_unfused(), after mla_fusion.offline.activate(), adds "
+            "those of index_put, index_copy and repeat_interleave"
+        )
     outcome = LoweringError(message, tuple(refused))
     outcome.__cause__ = error
     return outcome

@@ -204,17 +204,21 @@ class Comparison:
 
     def difference(self) -> dict[str, dict[str, float]]:
         """Returns by figure the change of a step (the medians; least and most of all pairs of
-        steps) and of a layer. Returns nothing if there is one profile.
+        steps) and of a layer that only one of them has fused. Returns nothing if there is one
+        profile.
         """
-        figures = {}
-        for name, before in self.before.figures.items() if self.before else ():
+        if self.before is None:
+            return {}
+        figures, layers = {}, self.after.layers
+        layers = layers - self.before.layers or layers or 1
+        for name, before in self.before.figures.items():
             after = self.after.figures[name]
             step = median(after) - median(before)
             figures[name] = {
                 "step": step,
                 "least": min(after) - max(before),
                 "most": max(after) - min(before),
-                "layer": step / (self.after.layers or 1),
+                "layer": step / layers,
             }
         return figures
 

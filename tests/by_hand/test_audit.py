@@ -206,6 +206,17 @@ def test_a_cache_that_nobody_holds_is_not_decided() -> None:
     assert [item.code for item in found.findings] == ["cache.elsewhere"] * 2
 
 
+def test_results_of_other_number_and_shape() -> None:
+    torch.manual_seed(0)
+    module, inputs = model(), args()
+    hand = Hand(module)
+    found = mf.audit(lambda *given: (hand(*given), inputs[0]), module, *inputs)
+    assert found.equal is None and [item.code for item in found.findings] == ["results.differ"]
+    flat = mf.audit(lambda *given: hand(*given).flatten(), module, *inputs)
+    cut = mf.audit(hand, lambda *given: module(*given)[:, 1:], *inputs)
+    assert flat.equal and json.loads(cut.to_json(), parse_constant=pytest.fail)["equal"] is False
+
+
 class BehindANorm(nn.Module):
     """A decoder layer norms x: a smaller x changes nothing."""
 
@@ -222,9 +233,8 @@ def test_an_epsilon_that_results_do_not_show_is_held_against_the_modules() -> No
     module, inputs, norm = model(), args(), base.HfNorm(base.HE)
     hand = BehindANorm(Hand(module, FAULTS["eps_cq_default"][2]), norm)
     found = mf.audit(hand, BehindANorm(module, norm), *inputs)
-    assert ("epsilon.differs", "rmsnorm_epsilon_cq") in {
-        (item.code, item.argument) for item in found.findings
-    }
+    found_in = {(item.code, item.argument) for item in found.findings}
+    assert ("epsilon.differs", "rmsnorm_epsilon_cq") in found_in
 
 
 # -- other operators

@@ -110,6 +110,8 @@ def test_what_a_fusion_changed(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert "3 steps, 2 prologue kernels a step" in said
     row = next(line.split() for line in said.splitlines() if "-6.0" in line and "busy" in line)
     assert row == ["busy", "us", "-6.0", "-8.8", "-3.2", "-3.0"]
+    _, found = run(capsys, profiler(tmp_path / "three.csv", STAGED * 3), "--before", after)
+    assert found["difference"]["busy us"]["layer"] == pytest.approx(77.7)  # type: ignore[index]
 
 
 def test_a_profile_without_a_prologue_is_status_1(

@@ -171,17 +171,21 @@ def relative_errors(expected: Values, actual: Values) -> dict[str, float]:
     """Returns the relative error of each result, and of each tensor that either run changes.
 
     Of a changed tensor it compares the rows that either run changes. The error is infinite for
-    another shape. A tensor that only one run can write is left out.
+    another number of elements. A tensor that only one run can write is left out.
     """
     errors: dict[str, float] = {}
     for name, value in expected.after.items():
         other, before = actual.after.get(name), expected.before.get(name)
         if other is None and before is not None:
             continue
-        if other is None or other.numel() != value.numel():
+        if (
+            other is None
+            or other.numel() != value.numel()
+            or other.is_complex() != value.is_complex()
+        ):
             errors[name] = math.inf
             continue
-        rows, other_rows = _rows(value), _rows(other)
+        rows, other_rows = _rows(value), _rows(other.reshape(value.shape))
         if before is not None and before.shape == value.shape == other.shape:
             start = _rows(actual.before.get(name, other))
             changed = (_differs(rows, _rows(before)) | _differs(other_rows, start)).any(-1)
