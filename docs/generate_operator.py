@@ -152,7 +152,9 @@ def page() -> str:
         INTRODUCTION,
         "## Scenarios\n",
         "`weight_quant_mode` / `kv_cache_quant_mode`. Scales that a row does not name are "
-        "forbidden.\n",
+        "forbidden. In hifloat8 (wq 5), whose elements torch has as uint8, `token_x_dtype`, "
+        "`weight_dq_dtype`, `weight_uq_qr_dtype`, `weight_dkv_kr_dtype` and, if the cache is "
+        "quantised, `kv_cache_dtype` are 290.\n",
         table(
             ("wq/kv", "weights", "cache", "required", "optional", "modes that follow", "from"),
             scenarios(),

@@ -7,9 +7,13 @@ from __future__ import annotations
 
 import torch
 
-from mla_fusion.meta.spec import CACHE_QUANTS, CLIP_WEIGHT_MODES, ELEMENT, HIFLOAT8, WEIGHT_MODES
-
-_NUMBERED = ("token_x", "weight_dq", "weight_uq_qr", "weight_dkv_kr")
+from mla_fusion.meta.spec import (
+    CACHE_QUANTS,
+    CLIP_WEIGHT_MODES,
+    HIFLOAT8,
+    WEIGHT_MODES,
+    named_dtypes,
+)
 
 
 def attributes(weight_mode: int, cache_mode: int) -> dict[str, int]:
@@ -23,8 +27,7 @@ def attributes(weight_mode: int, cache_mode: int) -> dict[str, int]:
         "quant_scale_repo_mode": quant.repo_mode,
     }
     if weight_mode and WEIGHT_MODES[weight_mode].element == torch.uint8:
-        names = (*_NUMBERED, "kv_cache") if quant.kv == ELEMENT else _NUMBERED
-        modes |= {f"{name}_dtype": HIFLOAT8 for name in names}
+        modes |= dict.fromkeys(named_dtypes(cache_mode), HIFLOAT8)
     return {name: mode for name, mode in modes.items() if mode}
 
 

@@ -346,6 +346,8 @@ def explain(arguments: Namespace) -> int:
             graph, _ = capture(
                 model, *example, device="cpu", dynamic=arguments.dynamic, as_backend=boundary
             )
+        elif arguments.dynamic:
+            raise UserError("--dynamic is for a function: the sizes of a dump are in it")
         report = mf.explain(graph, _config(arguments), boundary=boundary, graph=arguments.graph)
     status = answer(report, arguments, bool(report.fused) and not report.rejected)
     if arguments.html:

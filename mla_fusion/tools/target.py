@@ -156,7 +156,8 @@ def load_target(text: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     is_pair = isinstance(pair, tuple) and len(pair) == 2
     if not (is_pair and callable(pair[0]) and isinstance(pair[1], (tuple, list))):
         raise UserError(
-            f"{name}() returned {type(pair).__name__}, expected (module_or_function, arguments)"
+            f"{name}() returned {type(pair).__name__}, expected (module_or_function, arguments) "
+            "with the arguments in a tuple or list"
         )
     return pair[0], tuple(pair[1])
 

@@ -25,7 +25,7 @@ class PageTable:
     """
 
     def __init__(self, block_size: int, max_len: int | None) -> None:
-        if block_size not in range(16, 1025, 16):
+        if not isinstance(block_size, int) or block_size not in range(16, 1025, 16):
             raise ValueError(
                 f"block_size must be a multiple of 16 from 16 to 1024, got {block_size!r}"
             )
