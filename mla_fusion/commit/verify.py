@@ -28,21 +28,15 @@ from mla_fusion.plan.outputs import Partition, is_size, source_nodes
 from mla_fusion.plan.plan import Plan
 from mla_fusion.plan.region import activation_nodes
 from mla_fusion.plan.slots import block_size_of
+from mla_fusion.targets.prolog import COLUMN_SCALES, GAMMAS, WEIGHTS
 from mla_fusion.witness.compare import Mismatch, Outcome, Pair, compare
 
 _SMALL = 1 << 26  # most products of two numbers, in the projections, that one thread verifies
 _PACKED = 3  # kv_cache_quant_mode
 _ROLES = {  # the role of inputs that an argument is read from
-    "weight_dq": "weight",
-    "weight_uq_qr": "weight",
-    "weight_uk": "weight",
-    "weight_dkv_kr": "weight",
-    "rmsnorm_gamma_cq": "gamma",
-    "rmsnorm_gamma_ckv": "gamma",
-    "smooth_scales_cq": "gamma",
-    "dequant_scale_w_dq": "scale",
-    "dequant_scale_w_uq_qr": "scale",
-    "dequant_scale_w_dkv_kr": "scale",
+    **dict.fromkeys(WEIGHTS, "weight"),
+    **dict.fromkeys((*GAMMAS, "smooth_scales_cq"), "gamma"),
+    **dict.fromkeys(COLUMN_SCALES, "scale"),
     "dequant_scale_x": "token_scale",
     "quant_scale_ckv": "cache_scale",
     "quant_scale_ckr": "cache_scale",
@@ -66,8 +60,7 @@ class Verifier:
         if self._config.verify == "first" and plan.structure in self._layers:
             return Outcome(f"equal in structure to {self._layers[plan.structure]}")
         arguments = plan.proposal.arguments
-        weights = (arguments[name] for name, role in _ROLES.items() if role == "weight")
-        size = plan.proposal.x.shape[0] * sum(prod(weight.shape) for weight in weights)
+        size = plan.proposal.x.shape[0] * sum(prod(arguments[name].shape) for name in WEIGHTS)
         with use_cpu_threads(1 if size <= _SMALL else self._threads):
             try:
                 outcome = _compare_plan(plan)

@@ -22,11 +22,9 @@ from mla_fusion.plan.caches import InPlace
 from mla_fusion.plan.operands import empty_kr_cache, identity, row_buffer, to_kernel_layout
 from mla_fusion.plan.outputs import source_nodes
 from mla_fusion.plan.plan import Plan
+from mla_fusion.targets.prolog import COLUMN_SCALES, GAMMAS, WEIGHTS
 
 aten = torch.ops.aten
-_WEIGHTS = ("weight_dq", "weight_uq_qr", "weight_uk", "weight_dkv_kr")
-_GAMMAS = ("rmsnorm_gamma_cq", "rmsnorm_gamma_ckv")
-_COLUMN_SCALES = ("dequant_scale_w_dq", "dequant_scale_w_uq_qr", "dequant_scale_w_dkv_kr")
 _PLACES = {name: place for place, name in enumerate(V3_FUNCTIONAL.results)}
 
 
@@ -41,14 +39,14 @@ def emit_call(builder: Builder, lower: Lowering, plan: Plan) -> dict[Value, Any]
     bfloat16 = torch.bfloat16
     x = lower.of(arguments["token_x"], None if is_x_quantised else bfloat16)
     weights = []
-    for name in _WEIGHTS:
+    for name in WEIGHTS:
         is_identity = name == "weight_uk" and plan.proposal.identity_reason is not None
         weights.append(
             _packed_identity(builder, plan)
             if is_identity
             else _packed_operand(builder, lower, plan, name)
         )
-    gammas = [_gamma(builder, plan, name) for name in _GAMMAS]
+    gammas = [_gamma(builder, plan, name) for name in GAMMAS]
     sin, cos = (lower.of(arguments[name], bfloat16) for name in ("rope_sin", "rope_cos"))
     options: dict[str, Any] = {}
     if isinstance(plan.caches, InPlace):
@@ -59,7 +57,7 @@ def emit_call(builder: Builder, lower: Lowering, plan: Plan) -> dict[Value, Any]
     else:
         widths = arguments["weight_uk"].shape[2], arguments["rope_cos"].shape[1]
         caches = [row_buffer(builder, x, plan.tokens, width) for width in widths]
-    for name in _COLUMN_SCALES:
+    for name in COLUMN_SCALES:
         if name in arguments:
             options[name] = _packed_operand(builder, lower, plan, name)
     if "smooth_scales_cq" in arguments:
@@ -102,7 +100,7 @@ def _packed_operand(builder: Builder, graph_lower: Lowering, plan: Plan, name: s
     graph_lower  lowers scales that are numbers of the graph
     """
     arguments, graph = plan.proposal.arguments, plan.graph
-    value, is_scale = arguments[name], name in _COLUMN_SCALES
+    value, is_scale = arguments[name], name in COLUMN_SCALES
     has_scale = name.replace("weight", "dequant_scale_w") in arguments
     leaves = source_nodes(graph, [value])
 

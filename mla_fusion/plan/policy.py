@@ -21,11 +21,11 @@ from mla_fusion.graph.read import Graph, values_of
 from mla_fusion.plan.outputs import departure_at
 from mla_fusion.propose.prologue import Proposal
 from mla_fusion.propose.quantised import operand_format
+from mla_fusion.targets.prolog import GAMMAS, WEIGHTS
 
 NARROW = (
     "the float32 norm weights hold bfloat16 numbers (looked at, and again whenever they are packed)"
 )
-_GAMMAS = ("rmsnorm_gamma_cq", "rmsnorm_gamma_ckv")
 _HELD = (torch.bfloat16, torch.int8, torch.uint8)  # bfloat16 holds their numbers
 _WIDE = (torch.bfloat16, torch.float32, torch.float64)
 _EXACT = 2**-20  # roundings of float32
@@ -61,12 +61,12 @@ def check_region(graph: Graph, proposal: Proposal, region: Iterable[Node]) -> No
             raise departure_at(graph, node, "norm.low_precision", detail)
         if is_product(node) and not any(map(is_product, node.all_input_nodes)):
             _check_product(graph, node)
-    for name in ("token_x", "weight_dq", "weight_uq_qr", "weight_uk", "weight_dkv_kr"):
+    for name in ("token_x", *WEIGHTS):
         value = proposal.arguments[name]
         is_float = not (value.active or (mode and value.dtype.itemsize == 1))
         if is_float and not _holds_bfloat16(graph, value):
             raise Departure("dtype.region", f"{name} is {value.dtype}", [value])
-    for name in _GAMMAS:
+    for name in GAMMAS:
         value = proposal.arguments[name]
         number, weight = graph.form.split(value)
         is_absent = strip_reshapes(value).op == "expand" or (
@@ -78,7 +78,7 @@ def check_region(graph: Graph, proposal: Proposal, region: Iterable[Node]) -> No
             raise Departure("norm.gamma_dtype", f"{name} is {value.dtype}", [value])
         # bytes are a row divided by its largest element: a number in front of it does not matter
         is_rounded_product = weight.op in ("sum", "product") or not _is_power_of_two(number)
-        if is_rounded_product and not value.active and not (mode and name == _GAMMAS[0]):
+        if is_rounded_product and not value.active and not (mode and name == GAMMAS[0]):
             detail = f"{name} is {value.dtype}, times a number that is no power of two"
             raise Departure("norm.gamma_dtype", detail, [value])
 
@@ -120,7 +120,7 @@ def is_rounded(node: Node) -> bool:
 
 def gamma_assumptions(proposal: Proposal) -> list[str]:
     """Returns what is assumed about norm weights that are wider than bfloat16."""
-    gammas = [proposal.arguments[name] for name in _GAMMAS]
+    gammas = [proposal.arguments[name] for name in GAMMAS]
     has_wide = any(value.dtype != torch.bfloat16 and not value.active for value in gammas)
     return [NARROW] if has_wide else []
 

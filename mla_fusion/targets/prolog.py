@@ -23,6 +23,10 @@ from mla_fusion.graph.numbers import Number, literal, number
 from mla_fusion.meta.number_formats import FORMATS, FP8, INT8, MXFP8, NumberFormat
 
 Arguments = Mapping[str, Any]
+# names of arguments
+WEIGHTS = ("weight_dq", "weight_uq_qr", "weight_uk", "weight_dkv_kr")
+GAMMAS = ("rmsnorm_gamma_cq", "rmsnorm_gamma_ckv")
+COLUMN_SCALES = ("dequant_scale_w_dq", "dequant_scale_w_uq_qr", "dequant_scale_w_dkv_kr")
 
 
 @dataclass(frozen=True)
