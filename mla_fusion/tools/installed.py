@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import platform
-import sys
 from contextlib import suppress
 from importlib import import_module, metadata
 
@@ -29,9 +28,8 @@ def versions() -> dict[str, str | None]:
         numbers[package] = None
         with suppress(metadata.PackageNotFoundError):
             numbers[package] = metadata.version(package)
-    # torchair is a part of torch_npu and has no version of its own
-    is_loaded = "torchair" in sys.modules
-    return numbers | {"torchair": f"in torch_npu {numbers['torch_npu']}" if is_loaded else None}
+    release = numbers["torch_npu"]  # torchair is a part of it and has no version of its own
+    return numbers | {"torchair": release and f"in torch_npu {release}"}
 
 
 def without_torch() -> dict[str, object] | None:
