@@ -51,10 +51,9 @@ def bytes_of(tensor: torch.Tensor) -> Any:
 def describe(value: Any) -> object:
     """Returns dtype, shape, strides and device of a tensor, or the value as text."""
     if isinstance(value, torch.Tensor):
-        sizes: object = value.shape, value.stride()
-        if has_symbols((*value.shape, *value.stride())):
-            sizes = str(sizes)  # as text they can be compared and hashed
-        return value.dtype, sizes, value.device, value.is_conj()
+        sizes = value.shape, value.stride()
+        is_open = has_symbols(sizes[0] + sizes[1])  # then text can be compared
+        return value.dtype, str(sizes) if is_open else sizes, value.device, value.is_conj()
     if isinstance(value, (list, tuple)):
         return tuple(map(describe, value))
     return str(value)

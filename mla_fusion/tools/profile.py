@@ -209,8 +209,8 @@ class Comparison:
         """
         if self.before is None:
             return {}
-        figures, layers = {}, self.after.layers
-        layers = layers - self.before.layers or layers or 1
+        figures = {}
+        layers = self.after.layers - self.before.layers or self.after.layers or 1
         for name, before in self.before.figures.items():
             after = self.after.figures[name]
             step = median(after) - median(before)

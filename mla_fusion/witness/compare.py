@@ -212,6 +212,8 @@ class _Witness:
             binding, self._x, self._inputs, self._largest_literal
         )
         self._lead = binding.shape(self._x[:-1])
+        if 0 in self._lead:
+            raise Mismatch("its number of tokens is no size of the trace: none is left to compare")
         pairs = self._pairs
         caches = [leaf for leaf, role in self._roles.items() if role in CACHES]
         if any(binding.count_of(leaf) > _SMALL_CACHE for leaf in caches):
