@@ -370,6 +370,8 @@ class Graph:
                 return self._leaf(node.name, meta_value, node in self.parameters)
             return self.size(meta_value) if isinstance(meta_value, (int, torch.SymInt)) else None
         if node.op == "get_attr":
+            if not node.users:  # another node reads this tied weight
+                return None
             self._note_alias(node)
             return self._read_attribute(node)
         if isinstance(meta_value, (torch.SymInt, int)) and not isinstance(meta_value, bool):

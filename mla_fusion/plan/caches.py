@@ -163,8 +163,8 @@ def _pair_obstacles(graph: Graph, kv: Write, kr: Write) -> Iterator[Obstacle]:
     shapes = [list(map(graph.unbound, write.shape)) for write in (kv, kr)]
     *pairs, _ = zip(*shapes, strict=True)
     if not all(same(size, other) or guard(size == other) for size, other in pairs):
-        sizes = " and ".join(map(str, shapes))
-        yield Obstacle("cache.blocks_differ", f"{names} are {sizes} to the kernel")
+        message = f"{names} are {' and '.join(map(str, shapes))} to the kernel"
+        yield Obstacle("cache.blocks_differ", message)
     if kv.cache is kr.cache:
         yield Obstacle("cache.joined_row", f"both writes go to {kv.cache.name}")
     if kv.value.literal != kr.value.literal:

@@ -43,20 +43,11 @@ def check(model: Prologue, gm: GraphModule, args: Args) -> None:
     assert_as_exact(model, args, found)
 
 
-@pytest.mark.parametrize(
-    "model, args",
-    one_in(
-        1,
-        [
-            (Base, paged_args),
-            (Full, paged_args),
-            (PlainPartial, paged_args),
-            (PlainFull, paged_args),
-            (PlainCache, int8_cache_args),
-            (PackedRows, packed_args),
-        ],
-    ),
-)
+MODELS = dict.fromkeys((Base, Full, PlainPartial, PlainFull), paged_args)
+MODELS |= {PlainCache: int8_cache_args, PackedRows: packed_args}
+
+
+@pytest.mark.parametrize("model, args", one_in(1, MODELS.items()))
 def test_nothing_is_computed_twice(model: type[Prologue], args: object) -> None:
     assert callable(args)
     gm = exported(model(), args())
@@ -64,6 +55,15 @@ def test_nothing_is_computed_twice(model: type[Prologue], args: object) -> None:
     report = mf.fuse(gm)
     assert [item.placement for item in report.fused] == ["in place"], str(report)
     assert not [node for node in gm.graph.nodes if word(node) in _STEPS]
+
+
+def test_a_weight_of_two_names() -> None:
+    model, args = Base(), paged_args()
+    model.again = torch.nn.ModuleList([model.q_a_proj, model.q_a_layernorm])
+    gm = exported(model, args)
+    assert mf.fuse(gm).fused
+    model.q_a_layernorm.weight.data.mul_(1.5)
+    check(model, gm, args)
 
 
 class OfSequences(Prologue):
