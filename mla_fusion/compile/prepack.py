@@ -102,7 +102,8 @@ def prepack(model: nn.Module, *example_inputs: Any, config: Config | None = None
     right. :func:`refresh` does it after other updates, :func:`release` undoes all of it. A second
     call changes nothing. Of a model on the meta device, or of fake tensors, it is a plan.
 
-    What torch.compile has compiled so far in this process is compiled again at its next call.
+    What torch.compile has compiled so far in this process is compiled again at its next call. No
+    other thread may run compiled code meanwhile: torch drops it all, and can crash.
 
     Raises ValueError for a model without an MLA prologue that can be fused, TypeError for anything
     but a module, CaptureError where the model does not compile to one graph with these inputs. The

@@ -117,7 +117,9 @@ def lower(
                 outside.
 
     Tensors may lie on any device, meta included; nothing is allocated and the module stays as it
-    is. Raises LoweringError for a graph break and for operators that torchair cannot convert,
+    is. No other thread may run compiled code meanwhile: torch drops it all, and can crash.
+
+    Raises LoweringError for a graph break and for operators that torchair cannot convert,
     naming all of them.
     """
     if mode not in torchair_bridge.MODES:
