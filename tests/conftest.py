@@ -58,9 +58,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(autouse=True, scope="module")
 def what_stands_is_no_garbage() -> Iterator[None]:
-    """The same for what the tests of a file have loaded: models of transformers, caches of
-    torch's.
-    """
+    """The same for what tests of a file loaded: models of transformers, caches of torch's."""
     yield
     gc.collect()
     gc.freeze()

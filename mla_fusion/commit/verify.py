@@ -59,8 +59,9 @@ class Verifier:
             return Outcome("not verified (Config.verify is 'off')")
         if self._config.verify == "first" and plan.structure in self._layers:
             return Outcome(f"equal in structure to {self._layers[plan.structure]}")
-        sizes = (prod(plan.proposal.arguments[name].shape) for name in WEIGHTS)
-        size = plan.proposal.x.shape[0] * sum(sizes)
+        size = plan.proposal.x.shape[0] * sum(
+            prod(plan.proposal.arguments[name].shape) for name in WEIGHTS
+        )
         with use_cpu_threads(1 if size <= _SMALL else self._threads):
             try:
                 outcome = _compare_plan(plan)

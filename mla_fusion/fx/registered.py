@@ -163,8 +163,8 @@ def _relative_error(want: Tensor, got: Tensor) -> float:
     differ = (want != got) & ~(want.isnan() & got.isnan())
     if not bool(differ.any()):
         return 0.0
-    largest = want.abs().nan_to_num(0.0, 0.0).max()
-    return float((want - got)[differ].abs().max() / largest.clamp_min(1e-30))
+    largest = want.abs().nan_to_num(0.0, 0.0).max().clamp_min(1e-30)
+    return float((want - got)[differ].abs().max() / largest)
 
 
 def _described(value: Any) -> str:

@@ -160,11 +160,14 @@ def _pair_obstacles(graph: Graph, kv: Write, kr: Write) -> Iterator[Obstacle]:
     names = f"{kv.cache.name} and {kr.cache.name}"
     if kv.slots is not kr.slots:
         yield Obstacle("cache.slots_differ", f"{names} are written at different slots")
-    shapes = [list(map(graph.unbound, write.shape)) for write in (kv, kr)]
-    *pairs, _ = zip(*shapes, strict=True)
-    if not all(same(size, other) or guard(size == other) for size, other in pairs):
-        message = f"{names} are {' and '.join(map(str, shapes))} to the kernel"
-        yield Obstacle("cache.blocks_differ", message)
+    if kv.shape[:3] != kr.shape[:3]:
+        shapes = [list(map(graph.unbound, write.shape)) for write in (kv, kr)]
+        *pairs, _ = zip(*shapes, strict=True)
+        if not all(guard(size == other) for size, other in pairs):
+            yield Obstacle(
+                "cache.blocks_differ",
+                f"{names} are {' and '.join(map(str, shapes))} to the kernel",
+            )
     if kv.cache is kr.cache:
         yield Obstacle("cache.joined_row", f"both writes go to {kv.cache.name}")
     if kv.value.literal != kr.value.literal:

@@ -91,9 +91,7 @@ class PartialSmooth(Base):
 
 @int8(IN_PLACE, source="AscendW8A8Dynamic and cann-recipes")
 class Full(Base):
-    """All three; each projection quantises x by itself, as AscendW8A8Dynamic and cann-recipes
-    do.
-    """
+    """All three; each projection quantises x itself, as AscendW8A8Dynamic and cann-recipes do."""
 
     linear: type[QuantLinear] = QuantLinear
 

@@ -66,9 +66,7 @@ class QueryInputHalf(Base):
 
 @miss("dtype.region", tags="weights, run")
 class FlatWeightOfBfloat16(Base):
-    """Its numbers are bfloat16's today; a product of it is no place where that is looked at
-    again.
-    """
+    """Its numbers are bfloat16's today; a product of it is no place where that is seen again."""
 
     def __init__(self) -> None:
         super().__init__()

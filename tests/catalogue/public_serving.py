@@ -109,9 +109,7 @@ class RotatedInTheJoin(Base):
 
 
 class Float32Norm(HfNorm):
-    """A weight in float32, as the code of DeepSeek-V3.2 has it; checkpoints hold bfloat16
-    numbers.
-    """
+    """A weight in float32, as in DeepSeek-V3.2's code; checkpoints hold bfloat16 numbers."""
 
     def __init__(self, width: int, eps: float = 1e-6) -> None:
         super().__init__(width, eps)

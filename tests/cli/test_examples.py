@@ -1,6 +1,4 @@
-"""Every example runs as its first lines say; those for serving stacks are tested in
-tests/serving.
-"""
+"""Every example runs as its first lines say; those for serving stacks are in tests/serving."""
 
 from __future__ import annotations
 

@@ -20,9 +20,7 @@ from tests.harness import refused, traced_graph
 
 
 def test_exported_programs() -> None:
-    """torch.export's graph keeps its cache writes in place (staged); decomposed, it is
-    functional.
-    """
+    """torch.export's graph keeps its cache writes in place (staged); functional if decomposed."""
     program = torch.export.export(prologues.PagedRotateHalf(), base.paged_args())
     gm = program.module()
     assert isinstance(gm, GraphModule)
@@ -33,9 +31,7 @@ def test_exported_programs() -> None:
 
 
 def test_a_prologue_that_nobody_reads() -> None:
-    """Dead ends that no clean-up has taken away: the last values are there, and nothing after
-    them.
-    """
+    """Dead ends that no clean-up took away: the last values are there, and nothing after them."""
     gm = traced_graph(base.Base(), *base.paged_args())
     (fusion,) = mf.explain(gm).fused
     *nodes, output = gm.graph.nodes

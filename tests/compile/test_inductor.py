@@ -77,9 +77,7 @@ def test_the_example_of_the_readme(make: Any) -> None:
 
 @pytest.mark.exhaustive
 def test_a_model_that_aotinductor_has_packaged_runs(tmp_path: Path) -> None:
-    """It hands every argument of the schema to an operator, and so each has to stand in the
-    call.
-    """
+    """It hands every argument of the schema to an operator, so each has to stand in the call."""
     model, args = example()
     with torch.no_grad(), inductor_config.patch({"post_grad_custom_pre_pass": mf.torchair_pass()}):
         program = torch.export.export(model, args)

@@ -152,6 +152,8 @@ def test_a_place_outside_its_block_is_wrong(dynamic: bool, place: int) -> None:
 
 
 class FromStarts(base.Base):
+    """As many tokens of each sequence as x has, from its own start on."""
+
     def forward(self, *args: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         return super().forward(*(part.flatten(0, 1) for part in args[:3]), *args[3:])
 

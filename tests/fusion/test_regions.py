@@ -36,9 +36,7 @@ class Regions(prologues.Layers):
 
 
 class Computed(Base):
-    """The region writes nothing, and holds a number of its own; the caches are its caller's
-    business.
-    """
+    """The region writes nothing, and holds a number of its own; the caches are its caller's."""
 
     @torch.compiler.nested_compile_region
     def values(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
@@ -70,9 +68,7 @@ class Nested(Computed):
 
 
 class Pools(Regions):
-    """What the regions write is a part of an argument: a call names the whole, and which part of
-    it.
-    """
+    """What the regions write is a part of an argument: a call names the whole, and which part."""
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, *pools: Tensor) -> Tensor:
         return super().forward(

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mla_fusion.graph import bounds
 from mla_fusion.graph.form import Form, Value
-from mla_fusion.graph.numbers import number
+from mla_fusion.graph.numbers import literal, number
 from tests.graph.real import Real
 
 LEAVES = {"a": (4, 5), "wx": (5, 6), "y": (4, 6), "g": (6,), "w": (6, 3), "u": (3, 6, 6)}
@@ -351,3 +351,23 @@ def test_bounds_hold_every_element() -> None:
             found = Real(leaves)(known[-1])
             assert least_and_most[0] <= int(found.min()), (seed, known[-1])
             assert int(found.max()) <= least_and_most[1], (seed, known[-1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_a_literal_is_the_number_that_was_written(dtype: torch.dtype) -> None:
+    written = [1e-6, 0.1, 1 / 1536, 1.25, -0.7, 3.0, 0.0, 1e-30, 65504.0]
+    roots = {192: Fraction(-1, 2), 3: Fraction(1, 2)}
+    for given in [*written, *(float(base) ** float(power) for base, power in roots.items())]:
+        held = torch.tensor(given, dtype=dtype).item()
+        found = torch.tensor(float(literal(held, dtype)), dtype=dtype).item()
+        assert found == pytest.approx(held, rel=1e-15, abs=0)
+    if dtype != torch.bfloat16:
+        assert literal(torch.tensor(1e-6, dtype=dtype).item(), dtype) == number(Fraction(1, 10**6))
+    for base, power in roots.items():
+        assert literal(float(base) ** float(power)) == number(base).power(power)
+
+
+def test_a_join_has_a_dtype_that_holds_all_parts() -> None:
+    form, dtypes = Form(), (torch.int8, torch.bfloat16, torch.float16)
+    parts = [form.leaf(str(dtype), (2,), dtype, True) for dtype in dtypes]
+    assert [form.join(parts[:n], 0).dtype for n in (1, 2, 3)] == [*dtypes[:2], torch.float32]

@@ -21,9 +21,7 @@ UNFUSED = mf.Config(enable=False)
 def lowered(
     name: str, mode: str, folder: Path, fused: bool = True
 ) -> tuple[mf.Lowering, list[Copy], list[str]]:
-    """What torchair made of an entry; the copies of its caches, and the caches that were
-    followed.
-    """
+    """What torchair made of an entry; the copies of its caches, and the caches followed."""
     found = ENTRIES[name]
     config = found.config(verify="off") if fused else UNFUSED
     low = mf.lower(found.model(), *found.args(), mode=mode, config=config)

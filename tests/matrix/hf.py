@@ -64,9 +64,7 @@ def tests() -> list[str]:
 
 
 def read(folder: Path) -> dict[str, Any]:
-    """The row of one release: results of each cell, models converted, the largest ratio of
-    errors.
-    """
+    """The row of one release: results of each cell, models converted, the largest error ratio."""
     cases: dict[str, ElementTree.Element] = {}
     for path in sorted(folder.glob("*.xml"), key=lambda path: path.stat().st_mtime):
         cases |= {_node(case): case for case in ElementTree.parse(path).getroot().iter("testcase")}

@@ -16,9 +16,7 @@ _ANY_VERSION = ("v1", "v2", "v3")
 
 @dataclass(frozen=True)
 class Scope:
-    """From CANN ``since`` on, before ``until``, on these SoCs, for these versions of the
-    operator.
-    """
+    """From CANN ``since`` on, before ``until``, on these SoCs, for versions of the operator."""
 
     since: str = RELEASES[0]
     until: str | None = None

@@ -408,9 +408,7 @@ def broken(draw: st.DrawFn, op: str, call: Call, names_kept: bool = False) -> Ca
 
 
 def raises_nothing_else(what: Any, *args: Any, **options: Any) -> bool:
-    """Whether a call was refused; a refusal has a stable code, an argument, and one line of
-    text.
-    """
+    """Whether a call was refused; a refusal has a stable code, an argument, and one line."""
     try:
         what(*args, **options)
     except meta.ContractError as refusal:

@@ -42,9 +42,7 @@ def eagerly(
     seq_lens: list[int] | None = None,
     **options: object,
 ):
-    """A call over fake tensors on device npu, which has torch_npu's shapes and allocates
-    nothing.
-    """
+    """A call over fake tensors on device npu, which has torch_npu's shapes and no memory."""
     mf.offline.activate()
     shapes = {
         "query": (4, 16, 512),

@@ -72,9 +72,7 @@ def test_without_a_mask_all_picks_count() -> None:
 
 @pytest.mark.parametrize("name", one_in(2, ["deepseek_v32", "glm_moe_dsa"]))
 def test_a_step_on_an_npu_holds_the_operator(name: str) -> None:
-    """By the real torchair: prologues in place, picks attended by the operator, no copy of a
-    cache.
-    """
+    """By the real torchair: prologues in place, picks attended by the operator, no cache copied."""
     sizes = {
         "num_attention_heads": 16,
         "num_key_value_heads": 16,

@@ -30,9 +30,7 @@ def test_mx_quant_block_exponent() -> None:
 
 
 def exact(call: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """The prologue in float64 on the dequantised operands, without any requantisation in
-    between.
-    """
+    """The prologue in float64 on the dequantised operands, without requantisation in between."""
     wq = call["weight_quant_mode"]
 
     def wide(name: str, token: torch.Tensor | None, channel: torch.Tensor) -> torch.Tensor:

@@ -1,6 +1,4 @@
-"""Each reason for staging: a model that gets it, and the fusion in place once its remedy is
-followed.
-"""
+"""Each reason for staging: a model of it, and the fusion in place once its remedy is followed."""
 
 from __future__ import annotations
 

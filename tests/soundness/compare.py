@@ -91,9 +91,7 @@ def _rows(tensor: Tensor) -> Tensor:
 
 
 def _excused(index: int, got: Tensor, want: Tensor, witness: Witness | None) -> bool:
-    """Is each row as near to float64 as the unfused one, or one that a rounding of x changes as
-    much?
-    """
+    """Is each row as near to float64 as the unfused one, or one a rounding of x changes as much?"""
     if witness is None or got.shape != want.shape or got.dtype != want.dtype:
         return False
     if _is_as_exact(index, got, want, witness):

@@ -30,9 +30,7 @@ class Invalid(Exception):
 
 @lru_cache(maxsize=12)
 def all_inputs(regime: str) -> list[tuple[str, Named]]:
-    """What a graph is compiled on, then what exposes it. Nobody may write them
-    (``inputs.fresh``).
-    """
+    """What a graph is compiled on, then what exposes it. None is written (``inputs.fresh``)."""
     tokens = tokens_of(regime)
     compiled_on = inputs.ordinary(COMPILED_AT if len(tokens) > 1 else tokens[0])
     return [("as compiled", compiled_on), *inputs.exposing(tokens)]
@@ -104,9 +102,7 @@ def against_eager(
 
 
 def witness(program: Program, named: Named, random: bool) -> Witness:
-    """Random numbers in float64 are other numbers; on other inputs, of one seed, they are the
-    same.
-    """
+    """Random numbers in float64 are others; on other inputs, of one seed, they are the same."""
 
     def nudged() -> list[Results]:
         generator = torch.Generator().manual_seed(0)

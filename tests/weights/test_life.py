@@ -32,9 +32,7 @@ def packed() -> int:
 
 
 class Sharing(prologues.Neox):
-    """A weight is a view of what is packed of it (W_dq), others are copies (rope columns in
-    halves).
-    """
+    """A weight is a view of its packed form (W_dq), others are copies (rope columns in halves)."""
 
 
 @pytest.mark.parametrize(("config", "inference"), pairs(CONFIGS, [False, True]))
@@ -132,9 +130,7 @@ def test_a_forked_child_packs_while_a_thread_of_its_parent_does() -> None:
 
 @pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
 def test_a_collection_under_a_fake_mode_sweeps_as_ever() -> None:
-    """It is whoever allocates at that moment; what is asked of memory is no business of their
-    mode.
-    """
+    """It is whoever allocates then; what is asked of memory is no business of their mode."""
     model, args = Sharing(), base.paged_args()
     run = torch.compile(model, backend=mf.backend())
     with torch.no_grad():

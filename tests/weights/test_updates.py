@@ -1,6 +1,4 @@
-"""Whatever changes a parameter, the next call of a compiled model computes with what it holds
-then.
-"""
+"""Whatever changes a parameter, the next call of a compiled model computes with that."""
 
 from __future__ import annotations
 

@@ -51,6 +51,17 @@ def test_integers_reach_ends_and_residues_and_flags_both_values() -> None:
     assert {int(one.values(kind)["any_number"]) for kind in ("normal", *WIDE)} == {1, 4096}
 
 
+def test_rows_lie_near_roots_of_epsilons_have_outliers_and_span_decades() -> None:
+    drawn = Drawn(x=torch.zeros(8, 1024, dtype=torch.bfloat16), any_table=torch.zeros(64, 64))
+    normal = drawn.values("normal")["x"].float().square().mean(1).sqrt()
+    assert normal.min() < 5e-4 and normal.max() > 5
+    outliers = drawn.values("outliers")["x"].float()
+    assert outliers.abs().max() > 1e4 and (outliers == 0).all(1).sum() == 1
+    wide = drawn.values("small")["x"]
+    assert wide.dtype == torch.float64 and wide.abs().max() / wide.abs().amax(1).min() > 1e38
+    assert all((drawn.values(kind)["any_table"] == 0).any() for kind in WIDE)
+
+
 def test_what_nodes_write_is_drawn_anew_and_unwritten_memory_is_not_a_number() -> None:
     graph = Graph()
     cache = graph.placeholder("cache")

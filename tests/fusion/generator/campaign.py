@@ -109,9 +109,7 @@ def _spread(work: Callable[[_Item], _Made], items: Iterator[_Item], jobs: int) -
 
 
 def quiet() -> None:
-    """One thread a process; near misses and shapes that do not fit would be logged by the
-    thousand.
-    """
+    """One thread a process; near misses and shapes that do not fit would be logged by thousands."""
     torch.set_num_threads(1)
     for name in ("mla_fusion", "torch._subclasses.fake_tensor"):
         logging.getLogger(name).setLevel(logging.CRITICAL)

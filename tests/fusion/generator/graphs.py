@@ -74,9 +74,7 @@ def capture(choices: Choices) -> Case:
 
 
 def _used(choices: Choices, drawn: Named) -> set[str]:
-    """Names of the inputs that the spelling reads, and of those kept for changes to read
-    instead.
-    """
+    """Names of the inputs that the spelling reads, and those kept for changes to read instead."""
 
     class Recorder(dict[str, Tensor]):
         def __getitem__(self, name: str) -> Tensor:
@@ -106,9 +104,7 @@ def _inference_graph(model: torch.nn.Module, inputs: list[Tensor]) -> GraphModul
 
 
 def structure(gm: GraphModule) -> str:
-    """Equal for graphs of the same operators, arguments and wiring, on inputs of the same
-    shapes.
-    """
+    """Equal for graphs of the same operators, arguments and wiring, on inputs of equal shapes."""
     number = {node: index for index, node in enumerate(gm.graph.nodes)}
 
     def plain(value: Any) -> Any:

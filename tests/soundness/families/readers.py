@@ -1,6 +1,4 @@
-"""Readers that take nothing, columns that are overwritten, values that the kernel does not give
-out.
-"""
+"""Readers that take nothing, overwritten columns, values that the kernel does not give out."""
 
 from __future__ import annotations
 
