@@ -589,8 +589,6 @@ class Form:
             result = self.expand(filled, shape)
         elif _is_power(value):
             result = self.power(self.reshape(value.sources[0], shape), value.literal[0][0])
-        elif value.op == "constant":
-            result = self.constant(value.literal.tensor.reshape(shape))
         elif (inner_shape := _unrepeated_shape(value, shape)) is not None:
             result = self.expand(self.reshape(value.sources[0], inner_shape), shape)
         else:
@@ -611,8 +609,6 @@ class Form:
             result = self.expand(value.sources[0], shape)
         elif _is_power(value):
             result = self.power(self.permute(value.sources[0], order), value.literal[0][0])
-        elif value.op == "constant":
-            result = self.constant(value.literal.tensor.permute(order))
         else:
             result = self.make("permute", (value,), order, shape, value.dtype)
         return self.scaled(result, times)
@@ -672,10 +668,6 @@ class Form:
             return self.take(value.sources[0], axis, _chosen(inner_places, places))
         if value.op == "join" and value.literal == axis:
             return self._take_of_join(value, axis, places)
-        if value.op == "gather" and value.literal == axis:
-            base, index = value.sources
-            if index.op == "constant" and len(index.shape) == 1:
-                return self.take(base, axis, _chosen(index.literal.tensor.tolist(), places))
         if value.op == "reshape":
             inner, inner_axis = value.sources[0], _inner_axis(value, axis)
             is_joined = (inner.op, inner.literal) == ("join", inner_axis)

@@ -353,8 +353,6 @@ def flat_index(
         if index.dtype in (torch.bool, torch.uint8):  # masks
             raise Departs
         terms.append((prod(remaining_sizes), row_numbers(c, index, size)))
-    if len(terms) == 1:
-        return axes[0], terms[0][1], 1
     wide_terms = [(times, c.form.cast(value, torch.int64)) for times, value in terms]
     return axes[0], inner.sum(wide_terms), len(axes)
 
@@ -370,8 +368,6 @@ def write_rows(c: Call, base: Value, axis: int, count: int, index: Value, rows: 
     size, width = prod(base.shape[axis : axis + count]), prod(trailing)
     rows = c.value(rows)
     shape = (*leading, *index.shape, *trailing)
-    if len(rows.shape) == len(shape) - axis and prod(leading) == 1:
-        shape = shape[axis:]
     rows = form.expand(rows, shape)
     rows = rows if rows.active else form.cast(rows, base.dtype)
     total, entries = prod(index.shape), prod(leading)
@@ -501,16 +497,6 @@ def _write_slice(c: Call, x: Value, src: Value, dim: int, first: int, step: int 
     """
     form, size, count = c.form, x.shape[dim], src.shape[dim]
     is_part = 0 < count < size
-    if count == 1 and src.op == "join" and src.literal == dim + 1 < len(x.shape) - 1:
-        block = form.slice(x, dim, first, first + 1)
-        parts = _changed_parts(form, block, src, dim + 1, 0)
-        if len(parts) == 1:  # rows of one block are rows of all blocks
-            ((part, offset),) = parts
-            part_count, first = part.shape[dim + 1], first * x.shape[dim + 1] + offset
-            leading, trailing = x.shape[:dim], x.shape[dim + 2 :]
-            rows = form.reshape(part, (*leading, part_count, *trailing))
-            flat = form.reshape(x, (*leading, -1, *trailing))
-            return form.reshape(_write_slice(c, flat, rows, dim, first), x.shape)
     is_run = is_part and step == 1
     parts = _changed_parts(form, x, src, dim, first) if is_run and src.op == "join" else []
     if len(parts) == 1 and parts[0][0] is not src:

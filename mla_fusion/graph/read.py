@@ -22,7 +22,7 @@ import torch
 from torch.fx import Graph as FxGraph
 from torch.fx import GraphModule, Node
 
-from mla_fusion.compat import Mod, OpOverload, guarded_equal, hint_of, storage_id, tree_map
+from mla_fusion.compat import Mod, OpOverload, guard, guarded_equal, hint_of, storage_id, tree_map
 from mla_fusion.fx import registered
 from mla_fusion.fx.aliases import keeps_memory, may_share, viewed_by, written_arguments
 from mla_fusion.fx.kinds import (
@@ -750,9 +750,20 @@ class Graph:
     def _equate(self, smaller: int, larger: int) -> None:
         """Raises EqualSizes(number, replacement) if equal sizes need another bound number.
 
-        It returns without effect unless one size is a symbol. The other may be a symbol, a number,
-        or made of other symbols.
+        It returns without effect unless one size is a symbol, or both are made of symbols that
+        guards can make equal in pairs. The other may be a symbol, a number, or made of other
+        symbols.
         """
+        sizes = [self.sizes[size] for size in (smaller, larger) if size in self.sizes]
+        numbers = [
+            sorted(self.symbols[str(symbol)] for symbol in expression_of(size).free_symbols)
+            for size in sizes
+        ]
+        for pair in zip(*numbers, strict=False):
+            symbols = [self.sizes[number] for number in {*pair} if number in self.sizes]
+            has_one_hint = len(symbols) == 2 and len({*map(hint_of, symbols)}) == 1
+            if has_one_hint and guard(symbols[0] == symbols[1]):
+                raise EqualSizes(max(pair), min(pair))
         common = gcd(smaller, larger)
         smaller, larger = sorted((smaller // common, larger // common))
         bound_numbers = {*self.symbols.values()}

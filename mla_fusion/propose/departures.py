@@ -614,21 +614,9 @@ class _NearMisses:
             return Reason("kv_latent.absent", text, (layer, rows, q_layer, down.rows))
         text = "%s projects %s; no RMSNorm of its columns is recognised"
         if cause is None:
-            is_unread = self._unread_columns(down) >= LATENT
-            text = "%s projects %s; nothing reads its latents" if is_unread else text
             return Reason("kv_latent.absent", text, (layer, down.rows))
         values = layer, down.rows, *cause.values
         return Reason("kv_latent.absent", f"{text}; {cause.text}", values, cause.step)
-
-    def _unread_columns(self, site: Site) -> int:
-        """Returns how many columns of a site nothing reads, but moves that nothing reads."""
-        live, unread = {*self.graph.live}, set(range(site.columns))
-        for value, reading in site.readings.items():
-            users = self.users.get(value, ())
-            if value in live or any(user.op not in MOVES for user in users):
-                both = reading.columns, reading.second_columns
-                unread.difference_update(*(side.tolist() for side in both if side is not None))
-        return len(unread)
 
     def _absorb_reason(self, departure: Departure, down: Site, up: Site) -> Reason | None:
         """Returns why no part of the query is multiplied by W_uk, or None."""
@@ -704,8 +692,6 @@ class _NearMisses:
         if queries or keys:
             value, other = (queries or keys)[0][0], root if queries else up.roots[0]
             text = f"%s is rotated, no {ROPE} columns of %s are"
-            if queries and self._unread_columns(down) >= ROPE:
-                text = f"%s is rotated; nothing reads {ROPE} columns of %s"
             return Reason("", text, (value, other), other)
         text = f"no {ROPE} columns of %s or %s are rotated, or left as they are"
         # a step may read products of both sites

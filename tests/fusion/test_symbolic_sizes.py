@@ -203,6 +203,21 @@ def test_tokens_that_are_counted_at_run_time(run: Callable[..., Any]) -> None:
         )
 
 
+def by_token(m: Calls, *args: Tensor) -> Any:
+    x, cos, sin, kv, kr, slots = args
+    return m.prologue(*(each.flatten(0, 1) for each in (x, cos, sin)), kv, kr, slots.flatten())
+
+
+def test_batches_and_lengths_that_change() -> None:
+    """Automatic dynamic shapes: two symbols for each tensor, which guards make equal."""
+    calls, before = [], len(mf.reports())
+    for sizes in ((2, 4), (3, 5), (4, 2)):
+        args = enumerate(base.paged_args(sizes[0] * sizes[1]))
+        calls.append(tuple(a if k in (3, 4) else a.unflatten(0, sizes) for k, a in args))
+    compare(Calls(by_token), calls, 1, dynamic=None)
+    assert len(mf.reports()) == before + 2
+
+
 @pytest.mark.parametrize(
     ("model", "marked", "placement"),
     one_in(
