@@ -15,6 +15,7 @@ from __future__ import annotations
 import operator as python
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import cache, cached_property, lru_cache
+from itertools import product as pairs
 from math import gcd, prod
 from typing import Any
 
@@ -747,6 +748,11 @@ class Graph:
         if isinstance(error, ValueError) and len(error.args) == 2 and all(map(is_open, error.args)):
             self._equate(*error.args)
 
+    def _symbols_of(self, number: int) -> set[int]:
+        """The numbers of the symbols in a size that are sizes of the graph themselves."""
+        symbols = expression_of(self.sizes[number]).free_symbols if number in self.sizes else ()
+        return self.sizes.keys() & {self.symbols.get(str(symbol), 0) for symbol in symbols}
+
     def _equate(self, smaller: int, larger: int) -> None:
         """Raises EqualSizes(number, replacement) if equal sizes need another bound number.
 
@@ -754,15 +760,10 @@ class Graph:
         guards can make equal in pairs. The other may be a symbol, a number, or made of other
         symbols.
         """
-        sizes = [self.sizes[size] for size in (smaller, larger) if size in self.sizes]
-        numbers = [
-            sorted(self.symbols[str(symbol)] for symbol in expression_of(size).free_symbols)
-            for size in sizes
-        ]
-        for pair in zip(*numbers, strict=False):
-            symbols = [self.sizes[number] for number in {*pair} if number in self.sizes]
-            has_one_hint = len(symbols) == 2 and len({*map(hint_of, symbols)}) == 1
-            if has_one_hint and guard(symbols[0] == symbols[1]):
+        symbols, others = map(self._symbols_of, (smaller, larger))
+        for pair in pairs(sorted(symbols - others), sorted(others - symbols)):
+            size, other_size = (self.sizes[number] for number in pair)
+            if hint_of(size) == hint_of(other_size) and guard(size == other_size):
                 raise EqualSizes(max(pair), min(pair))
         common = gcd(smaller, larger)
         smaller, larger = sorted((smaller // common, larger // common))
