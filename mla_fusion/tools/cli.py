@@ -201,9 +201,20 @@ def show(text: object) -> None:
 
 
 def write(path: Path, writer: Callable[[Path], object]) -> None:
-    """Calls ``writer`` with the path, and reports on stderr that the file is written."""
+    """Has ``writer`` write a file, and reports on stderr that it is written.
+
+    If it cannot be finished, what stood there stays.
+    """
     with writing(path):
-        writer(path)
+        if path.exists() and not path.is_file():  # such as /dev/stdout
+            writer(path)
+        else:
+            part = path.with_name(f"part of {path.name}")
+            try:
+                writer(part)
+                part.replace(path)
+            finally:
+                part.unlink(missing_ok=True)
     print(f"written: {path}", file=sys.stderr)
 
 

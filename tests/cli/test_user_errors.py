@@ -1,9 +1,8 @@
-"""What a user can put right is one line and exit status 2, whatever the command: never a stack
-trace.
-"""
+"""What a user can put right is one line and exit status 2, never a stack trace."""
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -41,6 +40,17 @@ def test_an_output_that_cannot_be_written_is_told_before_the_work(words, tmp_pat
 def test_a_file_on_a_full_disk_is_named(words, capsys):
     assert cli.main([*words, "/dev/full"]) == 2
     assert "/dev/full: No space left on device" in capsys.readouterr().err
+
+
+def test_a_file_that_cannot_be_finished_leaves_what_was_there(tmp_path):
+    def writer(part: Path) -> None:
+        part.write_text("half")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    (path := tmp_path / "page.html").write_text("whole")
+    with pytest.raises(OSError, match="page"):
+        cli.write(path, writer)
+    assert path.read_text() == "whole" and [*tmp_path.iterdir()] == [path]
 
 
 @pytest.mark.parametrize("command", ["explain", "lower", "audit"])

@@ -232,9 +232,7 @@ def test_batches_and_lengths_that_change() -> None:
 def test_tokens_marked_dynamic(
     model: torch.nn.Module, marked: tuple[int, ...], placement: str
 ) -> None:
-    """``mark_dynamic`` gives every tensor a symbol of its own; the operators themselves say what
-    must be as many.
-    """
+    """Every tensor has a symbol of its own; the operators say what must be as many."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     args = base.paged_args(8)
