@@ -497,6 +497,16 @@ def _write_slice(c: Call, x: Value, src: Value, dim: int, first: int, step: int 
     """
     form, size, count = c.form, x.shape[dim], src.shape[dim]
     is_part = 0 < count < size
+    if count == 1 and src.op == "join" and src.literal == dim + 1 < len(x.shape) - 1:
+        block = form.slice(x, dim, first, first + 1)
+        parts = _changed_parts(form, block, src, dim + 1, 0)
+        if len(parts) == 1:  # rows of one block are rows of all blocks
+            ((part, offset),) = parts
+            part_count, first = part.shape[dim + 1], first * x.shape[dim + 1] + offset
+            leading, trailing = x.shape[:dim], x.shape[dim + 2 :]
+            rows = form.reshape(part, (*leading, part_count, *trailing))
+            flat = form.reshape(x, (*leading, -1, *trailing))
+            return form.reshape(_write_slice(c, flat, rows, dim, first), x.shape)
     is_run = is_part and step == 1
     parts = _changed_parts(form, x, src, dim, first) if is_run and src.op == "join" else []
     if len(parts) == 1 and parts[0][0] is not src:

@@ -12,6 +12,7 @@ A step is the number that one unit of a quantised row stands for: ``max|x| / 127
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from fractions import Fraction
 from math import inf, prod
 from typing import Any
@@ -101,25 +102,26 @@ def clamp_to(c: Call, value: Value, least: float, most: float) -> Value:
     return c.function("whole", inner, literals=(is_rounded, *limits))
 
 
+def divided_by_size(form: Form, value: Value) -> Iterator[tuple[Value, Value]]:
+    """Yields each size of rows by which a product is divided, and the product without it."""
+    for factor, exponent in value.operands if value.op == "product" else ():
+        if exponent == -1 and is_size(factor):
+            others = [pair for pair in value.operands if pair[0] is not factor]
+            yield factor, form.expand(form.product(others, value.literal[1]), value.shape)
+
+
 def _is_within_steps(form: Form, value: Value) -> bool:
     """True if the Value is at most 127 because it is divided by the largest of its row."""
-    if value.op != "product":
-        return False
-    for factor, exponent in value.operands:
-        if exponent == -1 and is_size(factor):
-            other_factors = [pair for pair in value.operands if pair[0] is not factor]
-            rows = form.expand(form.product(other_factors, value.literal[1]), value.shape)
-            row_number, inner = form.split(rows)
-            if inner.function == "clip":
-                ratio, size = form.split(inner.sources[1])
-                if (
-                    size is factor
-                    and float(ratio) * float(absolute(row_number)) <= STEPS * _ROUNDING
-                ):
-                    return True
-            ratio, size = form.split(largest(form, rows))
-            if size is factor and float(ratio) <= STEPS:
+    for factor, rows in divided_by_size(form, value):
+        row_number, inner = form.split(rows)
+        if inner.function == "clip":
+            ratio, size = form.split(inner.sources[1])
+            most = float(ratio) * float(absolute(row_number))
+            if size is factor and most <= STEPS * _ROUNDING:
                 return True
+        ratio, size = form.split(largest(form, rows))
+        if size is factor and float(ratio) <= STEPS:
+            return True
     return False
 
 

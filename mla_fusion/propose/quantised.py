@@ -80,16 +80,10 @@ def unquantised_rows(form: Form, rows: Value) -> Value | None:
         inner = strip_views(inner.sources[0])
     if kind is None or inner.function != kind.name:
         return None
-    operand = inner.sources[0]
-    if operand.op != "product":
-        return None
-    for factor, exponent in operand.operands:
-        if exponent == -1 and quantise.is_size(factor):
-            unscaled = form.product([pair for pair in operand.operands if pair[0] is not factor])
-            unscaled = form.expand(unscaled, operand.shape)
-            number, size = form.split(quantise.largest(form, unscaled))
-            if size is factor:
-                return form.reshape(form.scaled(unscaled, number.inverse), rows.shape)
+    for factor, scaled_rows in quantise.divided_by_size(form, inner.sources[0]):
+        number, size = form.split(quantise.largest(form, scaled_rows))
+        if size is factor:
+            return form.reshape(form.scaled(scaled_rows, number.inverse), rows.shape)
     return None
 
 
