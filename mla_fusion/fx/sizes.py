@@ -147,7 +147,8 @@ class Binding:
           the numbers of the trace
         * a symbol that a number divides: ``s % 16 == 0`` makes it 16 times another symbol
         """
-        _, difference = sympy.expand(self._expr(a) - self._expr(b)).as_content_primitive()
+        sides = self._expr(a), self._expr(b)
+        _, difference = sympy.expand(sides[0] - sides[1]).as_content_primitive()
         if isinstance(difference, Mod) and difference.args[0].is_symbol:
             symbol, divisor = difference.args
             if divisor.is_Integer:
@@ -156,7 +157,9 @@ class Binding:
                 self._solve({symbol: divisor * quotient})
             return
         quotients = sorted(difference.atoms(FloorDiv), key=str)
-        for part in (*sorted(difference.free_symbols, key=str), *quotients):
+        # a lone symbol first: a summand would be a difference, which may be negative
+        symbols = sorted(difference.free_symbols, key=lambda part: (part not in sides, str(part)))
+        for part in (*symbols, *quotients):
             factor = difference.coeff(part)
             other_side = sympy.expand(part - difference * factor)
             is_solution = part.is_symbol or other_side.is_Integer or other_side in quotients

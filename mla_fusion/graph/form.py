@@ -668,6 +668,10 @@ class Form:
             return self.take(value.sources[0], axis, _chosen(inner_places, places))
         if value.op == "join" and value.literal == axis:
             return self._take_of_join(value, axis, places)
+        if value.op == "gather" and value.literal == axis:
+            base, index = value.sources
+            if index.op == "constant" and len(index.shape) == 1:
+                return self.take(base, axis, _chosen(index.literal.tensor.tolist(), places))
         if value.op == "reshape":
             inner, inner_axis = value.sources[0], _inner_axis(value, axis)
             is_joined = (inner.op, inner.literal) == ("join", inner_axis)

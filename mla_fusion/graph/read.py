@@ -15,7 +15,6 @@ from __future__ import annotations
 import operator as python
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import cache, cached_property, lru_cache
-from itertools import product as pairs
 from math import gcd, prod
 from typing import Any
 
@@ -57,9 +56,10 @@ __all__ = ["Graph", "Reading", "arithmetic", "fused", "moves", "quantise"]
 Reading = Any  # a Value, a Pair, a list of these, a number, or None
 # halves, quarters and differences of these have large prime factors, too
 _FIRST_PRIMES = (10007, 11083, 12517, 15629, 19427, 21881, 26513, 34261, 38119, 43987)
+_SPACING = 7919  # between the primes that follow: literals are multiples of small differences
 _NEAR = 64  # ``t[-1]`` of a symbolic axis is the entry of the number before its size
 _MOST_BOUND = 1 << 18  # sizes with symbols of greater numbers may look like literals
-_MOST_TRIED = 1 << 40  # greatest number of a symbol
+_MOST_READINGS = 1000  # of one graph: one for each symbol that is equated or has another number
 _MOST_FOLDED = 1 << 16  # most elements of a tensor of literals that is computed while reading
 _PLACE_ARGUMENTS = ("shifts", "index", "offset", "diagonal")
 # places of arguments that an operator writes against its schema: the result that holds the same
@@ -113,8 +113,10 @@ class Graph:
         self.symbols: dict[str, int] = {}
         self._guarded_numbers: dict[Any, Any] | None = None  # sizes that guards fix to a number
         self._open_functions: tuple[OpOverload, ...] = ()  # user's operators being read
-        while not self._has_read(Form(keeps_parts)):
-            pass
+        for _ in range(_MOST_READINGS):
+            if self._has_read(Form(keeps_parts)):
+                return
+        raise RuntimeError("no number of a symbolic size differs from all literals")
 
     def _clear(self) -> None:
         """Empties all that reading fills."""
@@ -145,8 +147,6 @@ class Graph:
         looks like one.
         """
         self._clear()
-        if max(self.symbols.values(), default=0) > _MOST_TRIED:
-            raise RuntimeError("no number of a symbolic size differs from all literals")
         self.form, self.sizes = form, dict[int, Any]()
         try:
             for node in self.gm.graph.nodes:
@@ -751,7 +751,7 @@ class Graph:
     def _symbols_of(self, number: int) -> set[int]:
         """The numbers of the symbols in a size that are sizes of the graph themselves."""
         symbols = expression_of(self.sizes[number]).free_symbols if number in self.sizes else ()
-        return self.sizes.keys() & {self.symbols.get(str(symbol), 0) for symbol in symbols}
+        return self.sizes.keys() & {self.symbols.get(str(symbol)) for symbol in symbols}
 
     def _equate(self, smaller: int, larger: int) -> None:
         """Raises EqualSizes(number, replacement) if equal sizes need another bound number.
@@ -761,20 +761,24 @@ class Graph:
         symbols.
         """
         symbols, others = map(self._symbols_of, (smaller, larger))
-        for pair in pairs(sorted(symbols - others), sorted(others - symbols)):
-            size, other_size = (self.sizes[number] for number in pair)
-            if hint_of(size) == hint_of(other_size) and guard(size == other_size):
-                raise EqualSizes(max(pair), min(pair))
+        numbers = sorted(symbols - others), sorted(others - symbols)
+        hints, other_hints = ([hint_of(self.sizes[each]) for each in side] for side in numbers)
+        if hints == other_hints:  # or some are equal by chance, and the next call breaks a guard
+            for pair in zip(*numbers, strict=True):
+                if guard(self.sizes[pair[0]] == self.sizes[pair[1]]):
+                    raise EqualSizes(max(pair), min(pair))
+        from sympy import isprime
+
         common = gcd(smaller, larger)
         smaller, larger = sorted((smaller // common, larger // common))
         bound_numbers = {*self.symbols.values()}
         if larger in bound_numbers and (smaller in bound_numbers or not is_open(smaller)):
             raise EqualSizes(larger, smaller)
-        is_symbol = smaller in bound_numbers and all(
-            smaller % number or number == smaller for number in bound_numbers
-        )
-        if is_symbol and larger in self.sizes and larger % smaller:
-            raise EqualSizes(smaller, larger)
+        for symbol, size in ((smaller, larger), (larger, smaller)):
+            # a symbol that was equated with a sum or product has no prime
+            is_symbol = symbol in bound_numbers and isprime(symbol)
+            if is_symbol and size in self.sizes and symbol not in self._symbols_of(size):
+                raise EqualSizes(symbol, size)
 
     def _fold(self, target: Any, positional: Any, options: Any, meta_value: Any) -> Reading:
         """Computes a call of literals alone with torch. None if it makes no tensor of literals."""
@@ -958,11 +962,11 @@ def _prime(count: int) -> int:
     """The prime for the symbol that follows ``count`` others."""
     if count < len(_FIRST_PRIMES):
         return _FIRST_PRIMES[count]
-    return _prime_after(_FIRST_PRIMES[-1], count - len(_FIRST_PRIMES) + 1)
+    return _prime_after(_FIRST_PRIMES[-1] + _SPACING * (count - len(_FIRST_PRIMES) + 1))
 
 
-def _prime_after(number: int, place: int = 1) -> int:
-    """The prime at a place after a number."""
+def _prime_after(number: int) -> int:
+    """The prime after a number."""
     from sympy import nextprime
 
-    return int(nextprime(number, place))
+    return int(nextprime(number))

@@ -5,12 +5,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
+from math import prod
 
-from mla_fusion.graph.form import Form, Value
+from mla_fusion.exact.prove import Claim
+from mla_fusion.graph.form import Form, Value, filled_with
 from mla_fusion.propose.prologue import Proposal
-from mla_fusion.propose.rewrites import claims_over
+from mla_fusion.propose.quantised import strip_views
+from mla_fusion.propose.rewrites import Rewrites, claims_over
 from mla_fusion.propose.sites import Projections
+from mla_fusion.targets import prolog
+
+_PARTS_WITH_HEADS = ("query", "query_rope", "dequant_scale_q_nope")
 
 
 def pad_heads(projections: Projections, base: Proposal, heads: int) -> Proposal | None:
@@ -38,10 +45,12 @@ def pad_heads(projections: Projections, base: Proposal, heads: int) -> Proposal 
         leaf: form.slice(results[name], 1, 0, leaf.shape[1])
         for name, leaf in base.results.by_name.items()
     }
+    optional_claims = claims_over(form, base.optional_claims, substitutes)
+    padded_claims = _padded_claims(projections, base, variant.results)
     return replace(
         variant,
         claims=claims_over(form, base.claims, substitutes),
-        optional_claims=claims_over(form, base.optional_claims, substitutes),
+        optional_claims=[*optional_claims, *padded_claims],
         model_heads=model_heads,
     )
 
@@ -51,3 +60,27 @@ def _join_filled(
 ) -> Value:
     """Returns a Value joined with numbers ``fill`` of this shape."""
     return form.join([value, form.filled(fill, shape, value.dtype)], axis)
+
+
+def _padded_claims(
+    projections: Projections, base: Proposal, results: prolog.Results
+) -> Iterator[Claim]:
+    """Yields claims of Values that the graph itself pads with as many heads of zeros."""
+    form, claims = projections.form, [*base.claims, *base.optional_claims]
+    rewrites = Rewrites(form, claims)
+    for claim in claims:
+        if claim.part not in _PARTS_WITH_HEADS:
+            continue
+        result, stack = getattr(results, claim.part), [claim.graph]
+        for value in stack:
+            rewrite = rewrites.of(value)
+            is_result = rewrite is not None and strip_views(rewrite) is getattr(
+                base.results, claim.part
+            )
+            for user in projections.users.get(value, ()):
+                if user.op in ("permute", "reshape"):
+                    stack.append(user)
+                zeros = user.op == "join" and filled_with(user.sources[-1])
+                is_padded = zeros and is_result and not zeros.literal[1].ratio
+                if is_padded and prod(user.shape) == prod(result.shape):
+                    yield Claim(claim.part, user, form.reshape(result, user.shape))

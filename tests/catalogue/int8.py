@@ -1,6 +1,4 @@
-"""Prologues with int8 weights, as the stacks write them: npu_dynamic_quant, then
-npu_quant_matmul.
-"""
+"""Prologues with int8 weights, as stacks write them: npu_dynamic_quant, npu_quant_matmul."""
 
 from __future__ import annotations
 

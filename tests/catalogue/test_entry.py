@@ -1,6 +1,4 @@
-"""The catalogue itself: names are unique, tags are known, and every entry is selected by some
-test.
-"""
+"""The catalogue itself: unique names, known tags, and every entry selected by some test."""
 
 from __future__ import annotations
 

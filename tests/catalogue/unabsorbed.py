@@ -12,9 +12,7 @@ from .int8 import Full
 
 @entry(IN_PLACE, source=OURS, tags="absorb, unabsorbed")
 class PaddedQuery(Base):
-    """q_nope padded to the latent's width, so that the core reads it where the absorbed query
-    was.
-    """
+    """q_nope padded to the latent's width: the core reads it as the absorbed query."""
 
     def absorb(self, q_nope: Tensor) -> Tensor:
         return F.pad(q_nope, (0, HCKV - D))

@@ -1,6 +1,4 @@
-"""Caches, and copies of them, among what a model returns: through the real torchair's own
-passes.
-"""
+"""Caches, and copies of them, among what a model returns: through torchair's own passes."""
 
 from __future__ import annotations
 

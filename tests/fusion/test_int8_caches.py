@@ -27,9 +27,7 @@ def test_ge_graph_of_the_real_torchair(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["PackedByOperators", "Int8Attention"])
 def test_int8_caches_in_the_ge_graph(name: str) -> None:
-    """The kernel writes the model's caches: nothing of the packing is left, and no cache is
-    copied.
-    """
+    """The kernel writes the model's caches: no packing is left, no cache is copied."""
     torch.manual_seed(0)
     entry = ENTRIES[name]
     mode = entry.kv_cache_quant_mode

@@ -218,6 +218,22 @@ def test_batches_and_lengths_that_change() -> None:
     assert len(mf.reports()) == before + 2
 
 
+def in_groups(m: Calls, *args: Tensor) -> Any:
+    *parts, kv, kr, slots = args
+    return m.prologue(*(torch.cat(parts[k : k + 3]) for k in (0, 3, 6)), kv, kr, slots)
+
+
+def test_groups_with_symbols_of_their_own() -> None:
+    torch._dynamo.reset()
+    x, cos, sin, *rest = base.paged_args(12)
+    parts = [part for each in (x, cos, sin) for part in each.split((3, 4, 5))]
+    for part in (*parts, *rest):
+        torch._dynamo.mark_dynamic(part, 0)
+    with torch.no_grad():
+        torch.compile(Calls(in_groups), backend=mf.backend(), fullgraph=True)(*parts, *rest)
+    assert len(mf.reports()[-1].fused) == 1, str(mf.reports()[-1])
+
+
 @pytest.mark.parametrize(
     ("model", "marked", "placement"),
     one_in(

@@ -170,9 +170,7 @@ def test_a_decode_step_is_one_fused_graph_in_every_release() -> None:
 
 
 def test_a_compiled_model_generates_the_same_tokens() -> None:
-    """float32 (nothing fuses there): generate() with a compiled forward and a cache of fixed
-    size.
-    """
+    """float32 (nothing fuses): generate() with a compiled forward and a static cache."""
     model = build(PLAIN, ONE)
     ids = torch.randint(3, 120, (2, 5), generator=torch.Generator().manual_seed(3))
     before = model.generate(ids, max_new_tokens=12, do_sample=False)

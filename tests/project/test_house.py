@@ -35,9 +35,7 @@ def modules() -> dict[str, Path]:
 
 
 def imported(path: Path, known: dict[str, Path]) -> Iterator[str]:
-    """Modules of the package that a file imports, at its top, in functions, or for type
-    checkers.
-    """
+    """Modules of the package that a file imports: at its top, in functions, or for types."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("mla_fusion"):
             for alias in node.names:

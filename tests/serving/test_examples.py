@@ -56,9 +56,7 @@ def test_example_runs(
 
 @pytest.mark.parametrize("hook", one_in(1, [False, True]))
 def test_ge_graph_of_the_layer_is_two_kernels(layer: ModuleType, hook: bool) -> None:
-    """cann-recipes' operators through the hook and through the backend: one graph, caches in
-    place.
-    """
+    """cann-recipes' operators through hook and backend: one graph, caches in place."""
     model, arguments = layer.example()
     lowered = mf.lower(model, *arguments, hook=hook)
     assert lowered.ge_ops["MlaPrologV3"] == lowered.ge_ops["FusedInferAttentionScore"] == 1
