@@ -750,8 +750,10 @@ class Graph:
 
     def _symbols_of(self, number: int) -> set[int]:
         """The numbers of the symbols in a size that are sizes of the graph themselves."""
-        symbols = expression_of(self.sizes[number]).free_symbols if number in self.sizes else ()
-        return self.sizes.keys() & {self.symbols.get(str(symbol)) for symbol in symbols}
+        if number not in self.sizes:
+            return set()
+        _, expression, _ = _in_symbols(expression_of(self.sizes[number]))
+        return self.sizes.keys() & {self.symbols.get(str(part)) for part in expression.free_symbols}
 
     def _equate(self, smaller: int, larger: int) -> None:
         """Raises EqualSizes(number, replacement) if equal sizes need another bound number.
@@ -764,9 +766,9 @@ class Graph:
         numbers = sorted(symbols - others), sorted(others - symbols)
         hints, other_hints = ([hint_of(self.sizes[each]) for each in side] for side in numbers)
         if hints == other_hints:  # or some are equal by chance, and the next call breaks a guard
-            for pair in zip(*numbers, strict=True):
-                if guard(self.sizes[pair[0]] == self.sizes[pair[1]]):
-                    raise EqualSizes(max(pair), min(pair))
+            for own, other in zip(*numbers, strict=True):
+                if guard(self.sizes[own] == self.sizes[other]):
+                    raise EqualSizes(other, own)
         from sympy import isprime
 
         common = gcd(smaller, larger)
