@@ -293,8 +293,7 @@ class Graph:
         for symbol in expression.free_symbols:
             name = str(symbol)
             if name not in self.symbols:
-                symbol_count = len(self.symbols)
-                self.symbols[name] = _prime(symbol_count)
+                self.symbols[name] = _prime(len(self.symbols))
         numbers = {symbol: self.symbols[str(symbol)] for symbol in expression.free_symbols}
         bound_size = Size(int(expression.subs(numbers)), str(expression), polynomial, size)
         if bound_size > 1 and any(map(is_open, numbers.values())):
@@ -762,25 +761,27 @@ class Graph:
         guards can make equal in pairs. The other may be a symbol, a number, or made of other
         symbols.
         """
+
         symbols, others = map(self._symbols_of, (smaller, larger))
-        numbers = sorted(symbols - others), sorted(others - symbols)
-        hints, other_hints = ([hint_of(self.sizes[each]) for each in side] for side in numbers)
+        sides = [
+            sorted((str(hint_of(self.sizes[number])), number) for number in side)
+            for side in (symbols - others, others - symbols)
+        ]
+        hints, other_hints = ([hint for hint, _ in side] for side in sides)
         if hints == other_hints:  # or some are equal by chance, and the next call breaks a guard
-            for own, other in zip(*numbers, strict=True):
+            for (_, own), (_, other) in zip(*sides, strict=True):
                 if guard(self.sizes[own] == self.sizes[other]):
                     raise EqualSizes(other, own)
         from sympy import isprime
 
         common = gcd(smaller, larger)
-        smaller, larger = sorted((smaller // common, larger // common))
-        bound_numbers = {*self.symbols.values()}
-        if larger in bound_numbers and (smaller in bound_numbers or not is_open(smaller)):
-            raise EqualSizes(larger, smaller)
-        for symbol, size in ((smaller, larger), (larger, smaller)):
+        smaller, larger = smaller // common, larger // common
+        for symbol, size in ((larger, smaller), (smaller, larger)):
             # a symbol that was equated with a sum or product has no prime
-            is_symbol = symbol in bound_numbers and isprime(symbol)
-            if is_symbol and size in self.sizes and symbol not in self._symbols_of(size):
-                raise EqualSizes(symbol, size)
+            if symbol in self.symbols.values() and isprime(symbol):
+                is_size = size in self.sizes and symbol not in self._symbols_of(size)
+                if is_size or not is_open(size):
+                    raise EqualSizes(symbol, size)
 
     def _fold(self, target: Any, positional: Any, options: Any, meta_value: Any) -> Reading:
         """Computes a call of literals alone with torch. None if it makes no tensor of literals."""
