@@ -159,7 +159,7 @@ class Binding:
         quotients = sorted(difference.atoms(FloorDiv), key=str)
         # a lone symbol first: a summand would be a difference, which may be negative
         symbols = sorted(difference.free_symbols, key=lambda part: (part not in sides, str(part)))
-        for part in (*symbols, *quotients):
+        for part in symbols + quotients:
             factor = difference.coeff(part)
             other_side = sympy.expand(part - difference * factor)
             is_solution = part.is_symbol or other_side.is_Integer or other_side in quotients

@@ -59,7 +59,6 @@ _FIRST_PRIMES = (10007, 11083, 12517, 15629, 19427, 21881, 26513, 34261, 38119, 
 _SPACING = 7919  # between the primes that follow: literals are multiples of small differences
 _NEAR = 64  # ``t[-1]`` of a symbolic axis is the entry of the number before its size
 _MOST_BOUND = 1 << 18  # sizes with symbols of greater numbers may look like literals
-_MOST_READINGS = 1000  # of one graph: one for each symbol that is equated or has another number
 _MOST_FOLDED = 1 << 16  # most elements of a tensor of literals that is computed while reading
 _PLACE_ARGUMENTS = ("shifts", "index", "offset", "diagonal")
 # places of arguments that an operator writes against its schema: the result that holds the same
@@ -113,9 +112,12 @@ class Graph:
         self.symbols: dict[str, int] = {}
         self._guarded_numbers: dict[Any, Any] | None = None  # sizes that guards fix to a number
         self._open_functions: tuple[OpOverload, ...] = ()  # user's operators being read
-        for _ in range(_MOST_READINGS):
+        # one reading for each symbol that is equated, and for each time that all are doubled
+        for _ in range(1000):
             if self._has_read(Form(keeps_parts)):
                 return
+            if max(self.symbols.values()) > 1 << 40:
+                break
         raise RuntimeError("no number of a symbolic size differs from all literals")
 
     def _clear(self) -> None:
@@ -754,15 +756,16 @@ class Graph:
         _, expression, _ = _in_symbols(expression_of(self.sizes[number]))
         return self.sizes.keys() & {self.symbols.get(str(part)) for part in expression.free_symbols}
 
-    def _equate(self, smaller: int, larger: int) -> None:
+    def _equate(self, size: int, other_size: int) -> None:
         """Raises EqualSizes(number, replacement) if equal sizes need another bound number.
 
         It returns without effect unless one size is a symbol, or both are made of symbols that
         guards can make equal in pairs. The other may be a symbol, a number, or made of other
         symbols.
         """
+        from sympy import isprime
 
-        symbols, others = map(self._symbols_of, (smaller, larger))
+        symbols, others = map(self._symbols_of, (size, other_size))
         sides = [
             sorted((str(hint_of(self.sizes[number])), number) for number in side)
             for side in (symbols - others, others - symbols)
@@ -772,16 +775,14 @@ class Graph:
             for (_, own), (_, other) in zip(*sides, strict=True):
                 if guard(self.sizes[own] == self.sizes[other]):
                     raise EqualSizes(other, own)
-        from sympy import isprime
-
-        common = gcd(smaller, larger)
-        smaller, larger = smaller // common, larger // common
-        for symbol, size in ((larger, smaller), (smaller, larger)):
+        parts = [number // gcd(size, other_size) for number in (other_size, size)]
+        for symbol, part in (parts, parts[::-1]):
             # a symbol that was equated with a sum or product has no prime
-            if symbol in self.symbols.values() and isprime(symbol):
-                is_size = size in self.sizes and symbol not in self._symbols_of(size)
-                if is_size or not is_open(size):
-                    raise EqualSizes(symbol, size)
+            is_symbol = symbol in self.symbols.values() and isprime(symbol)
+            if is_symbol and (
+                not is_open(part) or (part in self.sizes and symbol not in self._symbols_of(part))
+            ):
+                raise EqualSizes(symbol, part)
 
     def _fold(self, target: Any, positional: Any, options: Any, meta_value: Any) -> Reading:
         """Computes a call of literals alone with torch. None if it makes no tensor of literals."""

@@ -142,7 +142,7 @@ class Planner:
         other arguments are made.
         """
         graph, stack = self.graph, [*plan.inputs] if self.graph.assumed else []
-        rewrites, above = Rewrites(graph.form, plan.claims if graph.registered else ()), set[Node]()
+        rewrites, above = Rewrites(graph.form, plan.claims), set[Node]()
         registered = sorted(  # steps that change no number, too
             node
             for node in graph.registered

@@ -95,10 +95,9 @@ def _is_layer(value: Value) -> bool:
     """Returns True if the Value is a product with a weight, or an operator in place of one."""
     if value.op == "dot":
         return value.sources[1].weight or _has_changing_weight(value)
-    if value.op != "opaque" or value.model:
-        return False
     has_matrix = any(source.weight and len(source.shape) == 2 for source in value.sources)
-    return has_matrix and _rows(value).shape[-1:] != value.shape[-1:]
+    is_opaque = value.op == "opaque" and has_matrix and not value.model
+    return is_opaque and _rows(value).shape[-1:] != value.shape[-1:]
 
 
 def _has_changing_weight(layer: Value) -> bool:
