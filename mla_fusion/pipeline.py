@@ -1,4 +1,4 @@
-"""Runs the stages of the pass over one graph: read, propose, plan (which proves), verify, lower.
+"""Runs the stages: normalise, read, propose, plan (which proves), verify, choose, commit.
 
 This file is the entry of ``mf.fuse``, ``mf.explain`` and the backend. A stage that gives up on a
 prologue raises ``Departure``. The graph is replaced in the last step.
@@ -54,14 +54,15 @@ BuilderOf = Callable[[GraphModule, FxGraph], GraphBuilder]
 
 
 def fuse(gm: GraphModule, config: Config | None = None) -> Report:
-    """Rewrite every MLA prologue of ``gm`` that the kernel computes exactly, in place.
+    """Rewrites every MLA prologue of ``gm`` that the kernel computes exactly.
 
     gm      a functionalised ATen graph whose nodes carry ``meta["val"]``, as AOT autograd,
             torch.export and make_fx make it
     config  options of the pass
 
-    The graph's inputs and outputs stay as they are; weights are packed inside it. A graph in which
-    nothing can be fused is left untouched, with a reason for each candidate in the report.
+    ``gm`` itself is changed. Its inputs and outputs stay as they are; weights are packed inside it.
+    A graph in which nothing can be fused is left untouched, with a reason for each candidate in the
+    report.
 
     Raises TypeError for anything but a GraphModule, ValueError for a graph without ``meta["val"]``.
     """
@@ -161,9 +162,9 @@ def _run_or_report_defect(
     annotated_nodes: list[Node] = []
     try:
         annotated_nodes = describe_attributes(gm)
-        form = normalised(gm)
-        form = take_apart(form) if boundary else form
-        one_pass = Pass(form, boundary, usual_threads, report)
+        source = normalised(gm)
+        source = take_apart(source) if boundary else source
+        one_pass = Pass(source, boundary, usual_threads, report)
         one_pass.plan()
         if one_pass.plans and builder is not None:
             one_pass.commit(gm, builder)
@@ -180,20 +181,20 @@ def _run_or_report_defect(
 class Pass:
     """Plans and commits the fusions of one graph.
 
-    form      the graph that is read: ``gm`` itself, or the same computation with subgraphs inlined
+    source    the graph that is read: ``gm`` itself, or the same computation with subgraphs inlined
     boundary  True if a wrapper stands around the graph
     """
 
     def __init__(
-        self, form: GraphModule, boundary: bool, usual_threads: int, report: Report
+        self, source: GraphModule, boundary: bool, usual_threads: int, report: Report
     ) -> None:
         self.config, self.report = report.config, report
         self._clock = Clock(report.timings)
-        self.graph = Graph(form)
+        self.graph = Graph(source)
         self._clock.stop("view")
         self._projections = Projections(self.graph)
         self._planner = Planner(self.graph, self._projections, report.config, boundary)
-        self._verified = Verifier(self.graph, report.config, usual_threads)
+        self._verifier = Verifier(self.graph, report.config, usual_threads)
         self._record = Record(self.graph, report)
         self.plans: list[Plan] = []
 
@@ -209,7 +210,7 @@ class Pass:
                 plan = self._planner.plan(proposal)
                 self._record.check_gain(plan)
                 self._clock.stop("plan")
-                outcome = self._verified.verify(plan)
+                outcome = self._verifier.verify(plan)
                 self._clock.stop("verify")
                 outcomes[plan] = outcome
                 if isinstance(plan.caches, InPlace):
@@ -279,7 +280,7 @@ class Pass:
         try:
             with builder.propagating():
                 writer.write()
-        except LookupError as error:  # a step in place stands between a result and an argument
+        except LookupError as error:  # a step in place stands between the call and its reader
             raise lowering_departure(self.plans[0], error) from error
         strides.follow(builder, writer.replaced_reads, keeps_strides)
         memory.follow(builder, gm.graph, keeps_strides)

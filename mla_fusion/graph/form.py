@@ -6,13 +6,13 @@ two, and ``graph/lower.py`` turns Values back into nodes.
 
 The operations:
 
-leaf       an input of the graph, an attribute, or what is drawn in its place
+leaf       an input of the graph, an attribute, or what a proof puts in place of a Value
 constant   a tensor of literals
 count      positions along one axis: 0, 1, ..
 sum        coefficients times Values, added up, plus a number
 product    Values to rational exponents, multiplied, times a number
 function   one element from the elements at its place; only its name and literals are known
-opaque     a function of all elements of its sources
+opaque     a computation of all elements of its sources; only its name and literals are known
 reduce     the sum along axes
 dot        [.., t, k] times [.., k, m]
 reshape, permute, expand, slice, join
@@ -28,7 +28,8 @@ a part of the graph.
 A Value is ``active`` if it is computed from a product with a weight. Float arithmetic on active
 Values is exact arithmetic of real numbers. Float arithmetic on other Values (tables, scales,
 weights) is a function: equal steps on equal operands are equal, and nothing more is assumed.
-Exceptions are moves, negation and products with powers of two.
+Exceptions are moves, negation and products with powers of two. Beside an active Value the operand's
+last rounding is left out, as that of the result is (``Form.bare``).
 """
 
 from __future__ import annotations
@@ -87,8 +88,8 @@ class Value:
     literal  its other arguments: the name of a leaf; name and literals of a function or an opaque;
              exponents and number of a product; coefficients and number of a sum; axes
     active   True if the Value is computed from a product with a weight
-    model    True if it is computed from parameters and literals alone
-    weight   True if it is ``model`` and reads at least one parameter
+    model    True if it is computed from parameters, buffers and literals alone
+    weight   True if it is ``model`` and reads at least one parameter or buffer
     kind     an integer that is equal for equal operation, literal, shape, dtype, model and active;
              the name of a leaf and the sources do not count
     serial   its place in the order in which the Form made its Values

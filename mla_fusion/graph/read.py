@@ -3,8 +3,9 @@
 This is the first stage of the pass. ``propose/`` analyses the Values that it makes.
 
 The arguments of a node are bound to the operator's schema, and the operator's rule is called with
-them. If the operator has no rule, torch decomposes it into operators that have one. If that fails,
-the node is opaque: a function of all that it reads.
+them. If there is no rule, and an operand is active, torch decomposes the call into operators that
+have one. Otherwise an element-wise call is a function of its operator's name, and any other is
+opaque: a computation of all that it reads, of which nothing else is known.
 
 Each symbolic size is bound to a large prime, so that it differs from every other size. A size that
 the graph uses as a number is a leaf.
@@ -87,8 +88,8 @@ class Graph:
     assumed     by node, the assumptions about numbers under which it was read
     registered  by node, the user's own operators whose functions were read for it, its own first
     unused      by operator name, why the function registered for it was not used
-    writers   the nodes that write in place, by the base of what they write
-    effects   the nodes that change memory of an input or attribute
+    writers     the nodes that write in place, by the base of what they write
+    effects     the nodes that change memory of an input or attribute
     hidden      by input that an operator writes without saying so in its schema: the operator's
                 node
     parameters  the inputs that belong to the model

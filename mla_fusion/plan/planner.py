@@ -68,7 +68,8 @@ class Planner:
         self.boundary = boundary
         self.taken_writes = set[Value]()
         self._structures: dict[object, int] = {}  # their numbers: a key is long to compare
-        self._size_assumptions: dict[object, tuple[str, ...]] = {}  # by structure
+        # what is assumed about sizes, by structure whose dtypes and limits were accepted
+        self._accepted: dict[object, tuple[str, ...]] = {}
         self._proofs: dict[object, tuple[list[Value], tuple[list[int], int] | Departure]] = {}
 
     def plan(self, proposal: Proposal) -> Plan:
@@ -114,13 +115,13 @@ class Planner:
         policy.check_functional(self.graph, (*plan.inputs, *outputs))
         self._number(plan)
         key = plan.structure, proposal.arguments["token_x"].active
-        sizes = self._size_assumptions.get(key)
+        sizes = self._accepted.get(key)
         if sizes is None:
             policy.check_region(self.graph, proposal, sorted({*plan.region, *plan.steps}))
             first_plan = plan
             plan, sizes = self._accept_contract(first_plan, claims)
             if plan is first_plan:
-                self._size_assumptions[key] = sizes
+                self._accepted[key] = sizes
             else:
                 self._number(plan)
         assumptions = [
@@ -251,14 +252,15 @@ class Planner:
             half_claims.append(Claim(claim.part, claim.graph, kernel))
         return half_claims
 
-    def _make_plan(self, proposal: Proposal, proof: list[Claim], caches: InPlace | Staged) -> Plan:
+    def _make_plan(self, proposal: Proposal, claims: list[Claim], caches: InPlace | Staged) -> Plan:
         """Returns a plan with these caches: finds its region and what the results replace.
 
         Raises Departure if something reads what the kernel keeps inside, or if nothing reads the
         results.
         """
         graph = self.graph
-        claims = self._read_back(proposal, caches, proof) if isinstance(caches, InPlace) else proof
+        if isinstance(caches, InPlace):
+            claims = self._read_back(proposal, caches, claims)
         starts = [node for value in proposal.products for node in holders(graph, value)]
         writers = (_writer(graph, write) for write in caches.writes.values())
         starts += filter(None, writers)

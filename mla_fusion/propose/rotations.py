@@ -19,7 +19,7 @@ from mla_fusion.exact.evaluate import Evaluation
 from mla_fusion.graph.departure import Departure
 from mla_fusion.graph.form import Value
 from mla_fusion.propose.norms import fill_products
-from mla_fusion.propose.sites import POINT, Reading, Site, to_rows
+from mla_fusion.propose.sites import POINT, ColumnReading, Site, to_rows
 from mla_fusion.propose.tables import assemble_table, table_candidates
 
 ROPE = 64  # the width of a rotated part that the operator has
@@ -89,7 +89,7 @@ def _first_halves(count: int) -> Tensor:
     return number // _HALF * ROPE + number % _HALF
 
 
-def read_pairs(reading: Reading, like: Pairs | None = None) -> Pairs | None:
+def read_pairs(reading: ColumnReading, like: Pairs | None = None) -> Pairs | None:
     """Returns the pairs of a rotated Value, or None if it has none, or pairs across heads of
     ``ROPE``.
 
@@ -140,7 +140,7 @@ def rotated_pairs(site: Site) -> list[tuple[Value, Pairs]]:
     return [(value, pairs) for value, pairs in entries if pairs is not None]
 
 
-def identity_pairs(reading: Reading) -> Pairs:
+def identity_pairs(reading: ColumnReading) -> Pairs:
     """Returns the pairs of a Value that is only moved: a rotation by cos 1 and sin 0."""
     first = _first_halves(len(reading.columns) // 2)
     second = first + _HALF

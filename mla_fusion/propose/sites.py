@@ -3,14 +3,15 @@
 This is the first step of ``propose/``. ``prologue.py`` joins the readings of two sites to a
 proposal.
 
-A *site* is all products of one activation with weights. Columns are counted through all of them, so
-fused, split and chunked projections are one case. The *cone* of a site is what is computed from its
-products up to the next products.
+A *site* is an activation and all its products with weights. Columns are counted through all of
+them, so fused, split and chunked projections are one case. The *cone* of a site is what is computed
+from its products up to the next products.
 
-A cone is run once, at few tokens, with codes in place of the products. Column k of a product is 1,
-k, k ** 2 .., or a sign of bit b of k. The statistic of a norm is the same for all sign codes. So an
-element that follows a column's signs is that column, moved or normed. An element ``A d[a] + B
-d[b]`` of two columns shows a, b, A and B in its moments (Prony's formula for two nodes).
+A cone is run at few tokens, with codes in place of the products, once for each structure. Column k
+of a product is 1, k, k ** 2 .., or a sign of bit b of k. The statistic of a norm is the same for
+all sign codes. So an element that follows a column's signs is that column, moved or normed. An
+element ``A d[a] + B d[b]`` of two columns shows a, b, A and B in its moments (Prony's formula for
+two nodes).
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ _MOMENTS = 5
 _LARGE = 1 << 21  # a Value with more elements a token is no part of a prologue
 
 
-class Reading(NamedTuple):
+class ColumnReading(NamedTuple):
     """Says what a Value is of a site's columns, for each element behind its tokens.
 
     kind            "moved", "normed", or "turned": a rotation of two columns
@@ -116,7 +117,7 @@ class ConeFacts:
     """
 
     layouts: dict[int, Layout]
-    readings: dict[int, Reading] | None = None
+    readings: dict[int, ColumnReading] | None = None
     site: Site | None = None
 
 
@@ -287,7 +288,7 @@ class Site:
         return [site for site in sites_in_cone if site is not self]
 
     @cached_property
-    def readings(self) -> dict[Value, Reading]:
+    def readings(self) -> dict[Value, ColumnReading]:
         """Returns what probing says of each Value."""
         cone, values = self.facts
         if cone.readings is None:
@@ -301,7 +302,7 @@ class Site:
             cone.readings = {place: reading for place, reading in pairs if reading is not None}
         return {values[place]: reading for place, reading in cone.readings.items()}
 
-    def readings_of(self, kind: str) -> list[tuple[Value, Reading]]:
+    def readings_of(self, kind: str) -> list[tuple[Value, ColumnReading]]:
         """Returns the Values of one kind with their readings, in order."""
         return [entry for entry in self.readings.items() if entry[1].kind == kind]
 
@@ -312,7 +313,7 @@ class Site:
             facts.readings = None
             self.__dict__.pop("readings", None)
 
-    def reading_of(self, value: Value) -> Reading | None:
+    def reading_of(self, value: Value) -> ColumnReading | None:
         """Returns the reading of a Value that is in the cone or computed from it, or None."""
         if value in self.readings:
             return self.readings[value]
@@ -320,7 +321,7 @@ class Site:
             self.layouts.update(layouts_of([value], self.layouts))
         return next(self._probe([value]), None) if value in self.layouts else None
 
-    def _probe(self, values: list[Value]) -> Iterator[Reading | None]:
+    def _probe(self, values: list[Value]) -> Iterator[ColumnReading | None]:
         """Yields the reading of each Value, or None if it has none."""
         try:
             tensors = self._run(values, _codes(self.columns))
@@ -382,7 +383,7 @@ def _codes(columns: int) -> Tensor:
     return torch.stack([*powers, twos, *bits])
 
 
-def _classify(elements: Tensor, columns: int) -> Reading | None:
+def _classify(elements: Tensor, columns: int) -> ColumnReading | None:
     """Returns the reading of an element-wise Value, or None.
 
     elements  what the Value is [code, token, element]
@@ -401,10 +402,10 @@ def _classify(elements: Tensor, columns: int) -> Reading | None:
     is_same = torch.equal(is_minus, is_minus[:, :1].expand_as(is_minus))
     if not is_same or int(indices.max()) >= columns:
         return None
-    return Reading("moved" if is_linear else "normed", indices, None, (ones,))
+    return ColumnReading("moved" if is_linear else "normed", indices, None, (ones,))
 
 
-def _read_pairs_of_columns(moments: Tensor, columns: int) -> Reading | None:
+def _read_pairs_of_columns(moments: Tensor, columns: int) -> ColumnReading | None:
     """Returns the reading of elements that are made of two columns, or None.
 
     The numbers of the columns are a and b, from 1 on.
@@ -425,7 +426,7 @@ def _read_pairs_of_columns(moments: Tensor, columns: int) -> Reading | None:
     is_same = bool(((low == low[:1]) & (high == high[:1])).all())
     if not is_same or int(low.min()) < 1 or int(high.max()) > columns:
         return None
-    return Reading("turned", low[0] - 1, high[0] - 1, (low_factor, high_factor))
+    return ColumnReading("turned", low[0] - 1, high[0] - 1, (low_factor, high_factor))
 
 
 def to_rows(form: Form, value: Value, layout: Layout, tokens: int) -> Value:
