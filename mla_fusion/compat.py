@@ -49,7 +49,7 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 if TYPE_CHECKING:
     from torch._dynamo import mark_static_address
     from torch._dynamo.backends.common import aot_autograd
-    from torch._dynamo.exc import BackendCompilerFailed, TorchRuntimeError, Unsupported
+    from torch._dynamo.exc import BackendCompilerFailed, TorchRuntimeError, Unsupported, UserError
     from torch._functorch.aot_autograd import aot_module_simplified
     from torch.fx.experimental.proxy_tensor import make_fx
     from torch.fx.experimental.symbolic_shapes import statically_known_true
@@ -63,6 +63,7 @@ _LATE = {  # loaded on first use
     "Mod": "torch.utils._sympy.functions",
     "TorchRuntimeError": "torch._dynamo.exc",
     "Unsupported": "torch._dynamo.exc",
+    "UserError": "torch._dynamo.exc",
     "aot_autograd": "torch._dynamo.backends.common",
     "aot_module_simplified": "torch._functorch.aot_autograd",
     "make_fx": "torch.fx.experimental.proxy_tensor",

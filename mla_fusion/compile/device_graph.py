@@ -19,6 +19,7 @@ from torch.fx import GraphModule
 from mla_fusion.compat import (
     TorchRuntimeError,
     Unsupported,
+    UserError,
     aot_module_simplified,
     in_tracing_mode,
     quiet_fakes,
@@ -123,7 +124,7 @@ def trace(
             compiled(*fakes)
         except _Done:
             return
-        except (Unsupported, TorchRuntimeError) as error:
+        except (Unsupported, UserError, TorchRuntimeError) as error:
             raise CaptureError(f"{_name(module_or_fn)} {_why(str(error))}") from error
         finally:
             torch.compiler.reset()

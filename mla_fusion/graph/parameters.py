@@ -13,16 +13,12 @@ from mla_fusion.fx.module_path import ARGUMENT
 from mla_fusion.graph.call import name_of
 
 _OPERANDS = {  # by product: the places of the weight and of its scales among the arguments
-    "mm": (1,),
-    "bmm": (1,),
-    "matmul": (1,),
-    "linear": (1,),
+    **dict.fromkeys(
+        "mm bmm matmul linear _int_mm _scaled_mm npu::npu_transpose_batchmatmul".split(), (1,)
+    ),
     "addmm": (2,),
     "baddbmm": (2,),
-    "_int_mm": (1,),
-    "_scaled_mm": (1,),
     "npu::npu_quant_matmul": (1, 2),
-    "npu::npu_transpose_batchmatmul": (1,),
 }
 _MOVED = frozenset(
     "clone _to cat stack reshape _unsafe_view contiguous mul t transpose permute view".split()

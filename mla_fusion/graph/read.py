@@ -114,11 +114,9 @@ class Graph:
         self._guarded_numbers: dict[Any, Any] | None = None  # sizes that guards fix to a number
         self._open_functions: tuple[OpOverload, ...] = ()  # user's operators being read
         # one reading for each symbol that is equated, and for each time that all are doubled
-        for _ in range(1000):
+        for _ in range(100):
             if self._has_read(Form(keeps_parts)):
                 return
-            if max(self.symbols.values()) > 1 << 40:
-                break
         raise RuntimeError("no number of a symbolic size differs from all literals")
 
     def _clear(self) -> None:
@@ -155,9 +153,13 @@ class Graph:
             for node in self.gm.graph.nodes:
                 self._read(node)
             if self._has_equal_literal() or any(map(self._looks_like_literal, self.sizes)):
-                # all of them: tokens stay fewer than the rows of a table
+                # all of them: tokens stay fewer than the rows of a table. Neighbours (``s + 1`` of
+                # a symbol that is equated with it) must not get one prime
+                numbers = sorted({*self.symbols.values()})
                 self.symbols = {
-                    name: _prime_after(2 * bound) if is_open(bound) else bound
+                    name: _prime_after(2 * bound + _SPACING * numbers.index(bound))
+                    if is_open(bound)
+                    else bound
                     for name, bound in self.symbols.items()
                 }
                 return False
@@ -175,7 +177,8 @@ class Graph:
         """
         symbols = [*filter(is_open, self.symbols.values())]
         numbers = {*filter(is_open, self.sizes), *symbols}
-        factors = numbers | {a - b for a in symbols for b in symbols if a > b}
+        # the difference of a symbol and one that is equated with it, plus 1, is small and no chance
+        factors = numbers | {a - b for a in symbols for b in symbols if is_open(a - b)}
         return any(
             any(literal % factor == 0 for factor in factors)
             or any(abs(literal - number) <= _NEAR for number in numbers)
