@@ -1,6 +1,4 @@
-"""Two functions that call no fused operator: proved equal, different with a witness, or not
-decided.
-"""
+"""Two functions without a fused operator: proved equal, different with a witness, or undecided."""
 
 from __future__ import annotations
 

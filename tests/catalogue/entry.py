@@ -128,9 +128,7 @@ def entry(
 def miss(
     *outcome: str, tags: str, of: str = "the base prologue", **fields: Any
 ) -> Callable[[Kind], Kind]:
-    """Puts a near miss into the catalogue, with what becomes of it: a rejection code, or
-    placements.
-    """
+    """Puts a near miss into the catalogue, and what becomes of it: a code, or placements."""
     return entry(
         *outcome, source=f"{OURS}: a near miss of {of}", tags=f"near miss, {tags}", **fields
     )

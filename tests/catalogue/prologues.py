@@ -304,9 +304,7 @@ def layers_args(tokens: int = 8, count: int = 3) -> tuple[Tensor, ...]:
 
 
 class FlatCaches(PagedRotateHalf):
-    """Caches of another shape, written by flat slots: [BlockNum, BlockSize, width] or [rows,
-    width].
-    """
+    """Caches [BlockNum, BlockSize, width] or [rows, width], written by flat slots."""
 
 
 def flat_cache_args(rank: int, tokens: int = 8) -> tuple[Tensor, ...]:

@@ -34,9 +34,7 @@ class NpuRotaryMul(Base):
 
 @entry(STAGED, source="vLLM and SGLang", tags="rope, device")
 class GptjStack(Base):
-    """vLLM and SGLang native, is_neox_style=False: interleaved in and out, tables repeated by
-    pairs.
-    """
+    """vLLM, SGLang, is_neox_style=False: interleaved in and out, tables repeated by pairs."""
 
     def rotate(self, x: Tensor, c: Tensor, s: Tensor) -> Tensor:
         c, s = (t[..., : DR // 2].repeat_interleave(2, -1) for t in (c, s))

@@ -1,6 +1,4 @@
-"""Sizes that are computed, known at run time alone, or bounded by a table: the prologue fuses, and
-its numbers hold.
-"""
+"""Sizes that are computed, known at run time alone, or bounded by a table: the numbers hold."""
 
 from __future__ import annotations
 
@@ -216,6 +214,16 @@ def test_batches_and_lengths_that_change() -> None:
         calls.append(tuple(a if k in (3, 4) else a.unflatten(0, sizes) for k, a in args))
     compare(Calls(by_token), calls, 1, dynamic=None)
     assert len(mf.reports()) == before + 2
+
+
+def split_behind(m: Calls, n: int, *args: Tensor) -> Any:
+    query, query_rope, *caches = m.prologue(*args)
+    return torch.cat([query[:n] * 2, query[n:]]), query_rope, *caches
+
+
+def test_one_token_more_than_a_symbol() -> None:
+    """Guards of the second call: T = n + 1, and as many slots; no literal is near that by 1."""
+    compare(Calls(split_behind), [(n, *base.paged_args(t)) for n, t in ((2, 5), (6, 7))], 1, None)
 
 
 def in_groups(m: Calls, *args: Tensor) -> Any:
