@@ -14,6 +14,7 @@ from mla_fusion.commit.rewrite import Writer
 from mla_fusion.config import Config
 from mla_fusion.fx import module_path
 from mla_fusion.fx.build import GraphBuilder
+from mla_fusion.fx.sizes import same
 from mla_fusion.fx.walk import INPUTS, reached
 from mla_fusion.fx.workplace import workplace
 from mla_fusion.graph.departure import Departure
@@ -105,7 +106,7 @@ def _compare_plan(plan: Plan) -> Outcome:
     roles = x_roles | _roles(plan, x_roles)
     rows, block_size = 1, 1
     for _, cache, _ in plan.written_caches:
-        axes = [size for size in cache.meta["val"].shape[:-1] if size != 1]
+        axes = [size for size in cache.meta["val"].shape[:-1] if not same(size, 1)]
         rows, block_size = prod(axes), axes[-1] if len(axes) > 1 else 1
     if isinstance(plan.caches, InPlace):  # the blocks of a symbolic cache may be smaller
         slot_block_size = block_size_of(plan.caches.slots)
