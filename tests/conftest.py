@@ -66,9 +66,7 @@ def what_stands_is_no_garbage() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def guards_are_not_timed() -> Iterator[None]:
-    """Dynamo flushes the processor's caches after every compilation, to log how long the guards
-    take.
-    """
+    """Dynamo flushes the processor's caches after each compilation, to log how long guards take."""
     from torch._dynamo import guards
 
     with pytest.MonkeyPatch.context() as patch:

@@ -24,7 +24,7 @@ from torch import Tensor
 from mla_fusion.exact import field
 from mla_fusion.exact.field import Point
 from mla_fusion.exact.weights import Weight
-from mla_fusion.graph.form import Value, is_widening, order
+from mla_fusion.graph.form import MOVES, Value, is_widening, order
 from mla_fusion.graph.layout import (
     Binding,
     Layout,
@@ -35,7 +35,7 @@ from mla_fusion.graph.layout import (
 )
 
 _MANY = 1 << 22  # most elements of one Value
-_MOVES = ("reshape", "permute", "expand", "slice", "reduce")  # of one source
+_OF_ONE_SOURCE = ("reshape", "permute", "expand", "slice", "reduce")
 Elements = Tensor | Weight
 
 
@@ -104,7 +104,7 @@ class Evaluation:
     def _evaluate(self, value: Value, layout: Layout) -> Tensor:
         """Evaluates a Value that is computed from an activation, in its layout."""
         op, shape = value.op, self.binding.shape(layout)
-        if op in _MOVES:
+        if op in _OF_ONE_SOURCE:
             return self._move(value, self.tensors[value.sources[0]], shape)
         if op == "gather":
             return self._gather(value, self.tensors[value.sources[0]], value.sources[1], layout)
@@ -198,7 +198,8 @@ class Evaluation:
         elements = self._beside.get(key)
         if elements is None:
             try:
-                elements = None if value.active else self._compute_beside(value, layout)
+                is_computed = not value.active or value.op in MOVES
+                elements = self._compute_beside(value, layout) if is_computed else None
             except (Mixed, RecursionError):
                 elements = None
             if elements is None:
@@ -254,7 +255,7 @@ class Evaluation:
             if len(weights) == len(operands):
                 return Weight.joined(weights, literal)
             return torch.cat(list(map(self.dense, operands)), literal)
-        if op in _MOVES:
+        if op in _OF_ONE_SOURCE:
             return self._move(value, operands[0], self.binding.shape(layout))
         return self._elementwise_beside(value, operands, layout)
 

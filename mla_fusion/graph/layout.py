@@ -286,9 +286,11 @@ class Binding:
         self._bound_strides = [*accumulate(sizes, mul, initial=1)]
         self.tokens = self.period * copies
 
-    def refined(self) -> Binding | None:
-        """A binding with the missing cuts, too. None if there are none, or if they do not fit."""
-        cuts = self.missing.union(self.cuts)
+    def refined(self, more: Iterable[int] = ()) -> Binding | None:
+        """A binding with the missing cuts and more, too. None if none is new, or they do not
+        divide each other.
+        """
+        cuts = self.missing.union(self.cuts, more)
         try:
             is_finer = len(cuts) > len(self.cuts)
             return Binding(cuts, self.cuts[-1], self.copies) if is_finer else None

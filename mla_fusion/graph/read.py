@@ -261,12 +261,16 @@ class Graph:
             for origin, nodes in nodes_of.items()
         }
 
+    def multiples_of(self, value: Value) -> list[Value]:
+        """The Values that nodes hold and that are a number times the Value, in any shape."""
+        return self._multiples.get(self._origin(value)[1], [])
+
     @cached_property
-    def multiples(self) -> dict[Value, list[Value]]:
-        """The Values that nodes hold, by the Value without the number in front."""
+    def _multiples(self) -> dict[Value, list[Value]]:
+        """The Values that nodes hold, by the Value without reshapes and the number in front."""
         multiples: dict[Value, list[Value]] = {}
         for value in self.nodes:
-            multiples.setdefault(self.form.split(value)[1], []).append(value)
+            multiples.setdefault(self._origin(value)[1], []).append(value)
         return multiples
 
     @cached_property

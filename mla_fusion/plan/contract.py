@@ -69,7 +69,7 @@ def lowering_departure(plan: Plan, error: LookupError) -> Departure:
     graph, values = plan.graph, [argument for argument in error.args if isinstance(argument, Value)]
     nodes = [node for value in values for node in graph.nodes.get(value, ())]
     check_functional(graph, nodes)
-    name = ", ".join(node.name for node in nodes[:1]) or str(error)
+    name = nodes[0].name if nodes else "what no operator computes" if values else str(error)
     detail = f"an argument of the call would be made of {name}"
     return Departure("step.unknown", detail, values or plan.proposal.products)
 

@@ -79,8 +79,8 @@ def first_nodes(graph: Graph, values: Iterable[Value]) -> list[Node]:
 
 def holders(graph: Graph, value: Value) -> list[Node]:
     """Returns the nodes that hold a Value, or a number times it, in any shape."""
-    multiples = graph.multiples.get(value, [value])
-    return [node for multiple in multiples for node in graph.nodes_in_any_shape(multiple)]
+    same_shape = [same for same in graph.multiples_of(value) if same.shape == value.shape]
+    return [node for same in same_shape or [value] for node in graph.nodes_in_any_shape(same)]
 
 
 def source_nodes(

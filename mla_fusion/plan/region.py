@@ -5,18 +5,17 @@
 
 from __future__ import annotations
 
-from math import prod
+from collections.abc import Iterable
 
 import torch
 from torch.fx import Node
 
 from mla_fusion.fx.kinds import MODEL_FLOATS, is_mutating, value_of
 from mla_fusion.graph.departure import Departure
-from mla_fusion.graph.form import Value, order, strip_reshapes
+from mla_fusion.graph.form import Value, strip_reshapes
 from mla_fusion.graph.read import Graph
 from mla_fusion.plan.outputs import departure_at, is_input_free, is_replaced, is_size
 from mla_fusion.plan.plan import Plan
-from mla_fusion.propose.quantised import unquantised_rows
 from mla_fusion.propose.rewrites import Rewrites
 
 
@@ -96,27 +95,29 @@ def activation_nodes(plan: Plan) -> dict[Node, str]:
     If the graph quantises x, that is x before it. If x comes in quantised, its scales are among the
     nodes.
     """
-    graph, values = plan.graph, plan.values
-    float_rows = _before_quantisation(graph, values["token_x"])
-    if float_rows is not None:
-        return dict.fromkeys(_common_nodes(graph, float_rows), "x")
-    roles = dict[Node, str]()
-    for name, role in (("token_x", "x"), ("dequant_scale_x", "token_scale")):
-        if name in values:
-            roles |= dict.fromkeys(_common_nodes(graph, values[name]), role)
-    return roles
+    names = (("dequant_scale_x", "token_scale"), ("token_x", "x"))
+    role_of = {plan.values[name]: role for name, role in names if name in plan.values}
+    nodes = _common_nodes(plan.graph, role_of)
+    if all(map(_is_float, nodes)):
+        return dict.fromkeys(nodes, "x")
+    return {
+        node: role for value, role in role_of.items() for node in _common_nodes(plan.graph, [value])
+    }
 
 
-def _common_nodes(graph: Graph, value: Value) -> set[Node]:
-    """Returns the node that holds a Value. If several do, it is what all of them are computed from:
+def _common_nodes(graph: Graph, values: Iterable[Value]) -> set[Node]:
+    """Returns the node that holds Values. If several do, it is what all of them are computed from:
     that they hold the same numbers is the reader's word, which the witness does not take.
 
     Returns several inputs if they are computed from these.
     """
-    factor, unscaled = graph.form.split(value)  # the Value may be a number times a moved Value
-    inner = graph.form.scaled(strip_reshapes(unscaled), factor)
-    holders = (node for form in (inner, value) for node in graph.nodes_in_any_shape(form))
-    nodes = holding_nodes = {node for node in holders if isinstance(value_of(node), torch.Tensor)}
+    holding_nodes = set[Node]()
+    for value in values:
+        factor, unscaled = graph.form.split(value)  # it may be a number times a moved Value
+        inner = graph.form.scaled(strip_reshapes(unscaled), factor)
+        holders = (node for form in (inner, value) for node in graph.nodes_in_any_shape(form))
+        holding_nodes |= {node for node in holders if isinstance(value_of(node), torch.Tensor)}
+    nodes = holding_nodes
     while len(nodes) > 1 and max(nodes).op == "call_function":
         last = max(nodes)
         sources = (node for node in last.all_input_nodes if node not in graph.parameters)
@@ -128,13 +129,3 @@ def _common_nodes(graph: Graph, value: Value) -> set[Node]:
 def _is_float(node: Node) -> bool:
     """Returns True if the node holds one tensor of floats."""
     return getattr(value_of(node), "dtype", None) in MODEL_FLOATS
-
-
-def _before_quantisation(graph: Graph, rows: Value) -> Value | None:
-    """Returns the rows before they were quantised, if a node holds them, else None."""
-    float_rows = unquantised_rows(graph.form, rows)
-    if float_rows is None and not rows.active and rows.dtype.itemsize == 1:
-        bfloat16_values = (value for value in order([rows]) if value.dtype == torch.bfloat16)
-        same_size = [value for value in bfloat16_values if prod(value.shape) == prod(rows.shape)]
-        float_rows = next((value for value in same_size if value in graph.nodes), None)
-    return float_rows if float_rows in graph.nodes else None

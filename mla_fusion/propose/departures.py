@@ -256,11 +256,12 @@ class _NearMisses:
         farther_layers = {
             layer for near_layer in layers for layer in self._reached(_rows(near_layer))[0]
         }
-        made_of_layers = set(layers)
+        nearest_layers = layers - farther_layers or layers
+        made_of_layers = set(nearest_layers)
         for step in _sorted(steps):
             if not made_of_layers.isdisjoint(step.sources):
                 made_of_layers.add(step)
-        return _sorted(layers - farther_layers or layers), _sorted(made_of_layers & steps)
+        return _sorted(nearest_layers), _sorted(made_of_layers & steps)
 
     def _reached(self, value: Value) -> tuple[set[Value], set[Value]]:
         """Returns the layers and the steps that a Value is made of, up to those layers."""

@@ -5,7 +5,7 @@ It finds the rows before they were quantised, the scales, and what brings a prod
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -162,15 +162,15 @@ def read_projection(
     form: Form,
     dot: Value,
     users: Mapping[Value, Sequence[Value]],
-    multiples: Mapping[Value, Sequence[Value]],
+    multiples_of: Callable[[Value], list[Value]],
 ) -> Projection:
     """Returns a product with what brings it back to floats.
 
     A product of floats is its own root. A product of bytes is followed to where it is multiplied by
     scales of rows and columns.
 
-    users      by Value, the Values that read it
-    multiples  by Value, the multiples of it that nodes hold
+    users         by Value, the Values that read it
+    multiples_of  returns the multiples of a Value that nodes hold
     """
     rows, weight = dot.sources
     kind = operand_format(rows)
@@ -180,7 +180,7 @@ def read_projection(
         weight_blocks, row_blocks = split_blocks(form, weight), split_blocks(form, rows)
         if weight_blocks is None:
             return Projection(dot, dot, weight)
-        row_scale = row_blocks[1] if row_blocks is not None and not rows.active else None
+        row_scale = row_blocks[1] if row_blocks is not None else None
         return Projection(
             dot, dot, weight_blocks[0], blocks=(row_scale, weight_blocks[1]), kind=kind
         )
@@ -190,8 +190,7 @@ def read_projection(
         if reader_and_factors is None:
             return Projection(root, dot, weight, tuple(factors), number, kind=kind)
         root, reader_factors = reader_and_factors
-        other_numbers = {form.split(value)[0] for value in multiples.get(root, ())} - {ONE}
-        number = next(iter(other_numbers)) if len(other_numbers) == 1 else ONE
+        number = form.split([root, *multiples_of(root)][-1])[0]
         factors += reader_factors
 
 
@@ -222,21 +221,25 @@ def scale_row(form: Form, value: Value, width: int) -> Value | None:
     return form.reshape(value, (width,)) if is_row else None
 
 
-def row_scales(form: Form, product: Projection) -> Value | None:
+def row_scales(
+    form: Form, product: Projection, multiples_of: Callable[[Value], list[Value]]
+) -> Value | None:
     """Returns the scales [tokens, 1] of the rows of an x that comes in quantised, or None.
 
     For mxfp8 they are those of its blocks.
     """
     if product.blocks is not None:
         return product.blocks[0]
-    tokens = product.dot.shape[0]
+    tokens, columns = product.dot.shape
     factors = [
-        factor for factor in product.factors if factor[0].shape[-1:] != product.dot.shape[1:]
+        (value, power)
+        for value, power in product.factors
+        if value.shape[-1:] != (columns,) and prod(value.shape) == tokens
     ]
-    scales = strip(
-        form.product([factor for factor in factors if prod(factor[0].shape) == tokens]), "expand"
-    )
-    return form.reshape(scales, (tokens, 1)) if prod(scales.shape) == tokens else None
+    scales = strip(form.product(factors), "expand")
+    if prod(scales.shape) != tokens:
+        return None
+    return form.reshape([scales, *multiples_of(scales)][-1], (tokens, 1))
 
 
 def _next_root(

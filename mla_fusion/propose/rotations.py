@@ -172,7 +172,7 @@ def read_tables(site: Site, value: Value, pairs: Pairs) -> tuple[Value, Value]:
 
     cos = (pairs.even, pairs.first), (pairs.odd, pairs.second)
     sin = (pairs.odd, pairs.first), (pairs.even, pairs.second)
-    evaluation = Evaluation(site.projections.binding(site.tokens, 1), site.layouts, {}, POINT)
+    evaluation = Evaluation(site.projections.binding(site, 1), site.layouts, {}, POINT)
     candidates = table_candidates(site, evaluation)
     tables_read = []
     for halves in (cos, sin):

@@ -77,7 +77,7 @@ class Projections:
     users   by activation, the activations that read it
     sites   by activation, the site of its products
     cones   facts of cones, by structure
-    cuts    of the tokens of sites, by their number
+    cuts    of the tokens of sites, for each structure of a cone, by their number
     """
 
     def __init__(self, graph: Graph) -> None:
@@ -87,24 +87,28 @@ class Projections:
         readers = users_of(order(graph.live))  # without moves that were composed with others
         products: dict[Value, list[Projection]] = {}
         for value in filter(is_projection, self.values):
-            product = read_projection(self.form, value, readers, graph.multiples)
+            product = read_projection(self.form, value, readers, graph.multiples_of)
             products.setdefault(value.sources[0], []).append(product)
         self.sites = {
             rows: Site(self, rows, site_products) for rows, site_products in products.items()
         }
-        self.cuts: dict[int, Collection[int]] = {}
+        self.cuts: dict[int, list[Collection[int]]] = {}
         self.cones: dict[object, ConeFacts] = {}
 
-    def binding(self, tokens: int, copies: int) -> Binding:
-        """Returns the binding of sites with so many tokens.
+    def binding(self, site: Site, copies: int) -> Binding:
+        """Returns the binding of a site's tokens.
 
-        All these sites share it, so that what is beside them is drawn alike.
+        Sites whose cuts divide each other share it, so that what is beside them is drawn alike.
         """
-        if tokens not in self.cuts:
-            cones = {site.facts[0] for site in self.sites.values() if site.tokens == tokens}
-            layouts = (layout for cone in cones for layout in cone.layouts.values())
-            self.cuts[tokens] = cuts_of(layouts)
-        return Binding(self.cuts[tokens], tokens, copies)
+        if site.tokens not in self.cuts:
+            cones = dict.fromkeys(
+                other.facts[0] for other in self.sites.values() if other.tokens == site.tokens
+            )
+            self.cuts[site.tokens] = [cuts_of(cone.layouts.values()) for cone in cones]
+        binding = Binding(cuts_of(site.facts[0].layouts.values()), site.tokens, copies)
+        for cuts in self.cuts[site.tokens]:
+            binding = binding.refined(cuts) or binding
+        return binding
 
 
 @dataclass(eq=False)
@@ -342,11 +346,11 @@ class Site:
 
     def _run_codes(self, values: list[Value], codes: Tensor) -> dict[Value, Tensor]:
         """Runs the Values once, and again if they divide the tokens at more places."""
-        binding = self.projections.binding(self.tokens, len(codes))
+        binding = self.projections.binding(self, len(codes))
         tensors = self._run_values(values, codes, binding)
         finer_binding = binding.refined()
         if finer_binding is not None:
-            self.projections.cuts[self.tokens] = finer_binding.cuts
+            self.projections.cuts[self.tokens].append(finer_binding.cuts)
             tensors = self._run_values(values, codes, finer_binding)
         return tensors
 

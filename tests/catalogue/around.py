@@ -205,6 +205,18 @@ class SequencesTurned(Sequences):
         return super().forward(x.transpose(0, 1), *args)
 
 
+@entry(IN_PLACE, source=OURS, tags="layout", args=transposed)
+class TurnedByEachLayer(SequencesTurned):
+    """The layer before it keeps them [S, B, He]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before = nn.Linear(HE, HE, bias=False, dtype=torch.bfloat16)
+
+    def forward(self, x: Tensor, *args: Tensor) -> Tensor:
+        return super().forward(self.before(x), *args)
+
+
 @entry(IN_PLACE, source=OURS, tags="layout", args=longer)
 class LastOnes(Sequences):
     """Of a longer sequence."""

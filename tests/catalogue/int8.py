@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from .base import DR, HCKV, HCQ, HE, Base, D, npu, rotate_half
+from .base import DR, HCKV, HCQ, HE, Base, D, HfNorm, npu, rotate_half
 from .entry import IN_PLACE, OURS, STAGED, entry
 
 
@@ -119,6 +119,19 @@ class FullSmooth(Full):
         )
         self.q_a_proj.smooth = self.kv_a_proj_with_mqa.smooth = self.smooth_x  # type: ignore[assignment]
         self.q_b_proj.smooth = self.smooth_cq  # type: ignore[assignment]
+
+
+@int8(IN_PLACE)
+class SecondLayer(FullSmooth):
+    """x is the norm of what a product makes, as in every layer but the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before = nn.Linear(HE, HE, bias=False, dtype=torch.bfloat16)
+        self.input_layernorm = HfNorm(HE)
+
+    def forward(self, x: Tensor, *args: Tensor) -> Tensor:
+        return super().forward(self.input_layernorm(self.before(x)), *args)
 
 
 @int8(IN_PLACE)

@@ -73,9 +73,7 @@ class OnInFloat32(PlainFull):
 
 @plain("indexer_reads", 2)
 class IndexerReads(PlainFull):
-    """The indexer quantises c_q by itself; its int8 values and scales are the kernel's outputs
-    then.
-    """
+    """The indexer quantises c_q by itself; its int8 values and scales are the kernel's outputs."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -339,9 +339,7 @@ class Grown(Base):
 
 @entry(STAGED, source="Kimi-K3", tags="layout, cache, symbolic", args=grown_args)
 class GrownUnrotated(Base):
-    """Nothing rotated, over a cache that is concatenated, by attention that scales both of its
-    sides.
-    """
+    """Nothing rotated, over a cache that is concatenated; attention scales both of its sides."""
 
     def forward(
         self, x: Tensor, cos: Tensor, sin: Tensor, kv_past: Tensor, kr_past: Tensor

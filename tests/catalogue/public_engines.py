@@ -114,9 +114,7 @@ class NormedOverTheQuery(LightLlmRows):
 
 @entry(IN_PLACE, source="dlinfer", tags="layout, readers, cache, device, symbolic")
 class DlInfer(Base):
-    """The latent is joined with the key before it is rotated, and cut out of that join to be
-    written.
-    """
+    """The latent is joined with the key before its rotation, and cut out of that to be written."""
 
     start = 0
 

@@ -198,9 +198,7 @@ class MiniSglang(Decode):
 
 @entry(STAGED, source="lmdeploy", tags="whole, layout, cache", args=rows_args)
 class Lmdeploy(Decode):
-    """W_uk's product is written head by head into the query's buffer; the tables are spread by
-    pairs.
-    """
+    """W_uk's product is written head by head into the query's buffer; tables in pairs."""
 
     def turn(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         c, s = cos.repeat_interleave(2, -1), sin.repeat_interleave(2, -1)

@@ -86,9 +86,7 @@ def test_compiled(dynamic: bool) -> None:
 
 
 class Padding(base.Parts):
-    """What attention reads is padded to sixteen heads, as its operator wants them; its result is
-    cut.
-    """
+    """What attention reads is padded to sixteen heads, as its operator wants; its result is cut."""
 
     def rotate(self, x: Tensor, c: Tensor, s: Tensor) -> Tensor:
         return x * c + base.rotate_half(x) * s

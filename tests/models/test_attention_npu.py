@@ -64,9 +64,7 @@ def eagerly(
 
 
 class TestOnNpu:
-    """What the real torchair makes of it; torch_npu's own meta function has accepted the shapes
-    then.
-    """
+    """What the real torchair makes of it; torch_npu's own meta function has accepted the shapes."""
 
     def test_decode_with_lengths_in_a_tensor(self) -> None:
         lowered = mf.lower(

@@ -33,9 +33,7 @@ LONG = ("deepseek_v2", "deepseek_v3", "longcat_flash", "glm4_moe_lite", "minicpm
 
 @pytest.mark.parametrize("name", one_in(2, MODELS))
 def test_greedy_tokens_are_the_same(name: str) -> None:
-    """32 (others: 16) new tokens in float32 with left padding; logits within 1e-4 of the
-    original's.
-    """
+    """32 (others: 16) new float32 tokens, left-padded; logits within 1e-4 of the original's."""
     model, inputs = build(name), prompt()
     tokens = 32 if name in LONG else 16
     before = model.generate(**inputs, max_new_tokens=tokens, **GREEDY)
@@ -158,9 +156,7 @@ def test_every_way_to_generate(name: str, options: dict[str, Any]) -> None:
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("name", ["deepseek_v3_yarn", "longcat_flash", "deepseek_v32"])
 def test_chunked_prefill(name: str, attention: str) -> None:
-    """Several new tokens over a past, few (absorbed) and many (expanded), under sdpa and eager
-    masks.
-    """
+    """Several new tokens over a past, few (absorbed) and many (expanded): sdpa and eager masks."""
     from transformers import DynamicCache
 
     model, inputs = build(name, attention=attention), prompt(length=40)

@@ -81,9 +81,7 @@ def test_help_and_wrong_calls_need_no_torch() -> None:
 
 
 def test_whoever_imports_torch_has_the_operators() -> None:
-    """Behind this package, in whatever way torch is looked for; and by way of a module that needs
-    it.
-    """
+    """Behind this package, however torch is looked for; and by way of a module that needs it."""
     looked_for = (
         "import importlib.util, mla_fusion; importlib.util.find_spec('torch'); import torch"
     )

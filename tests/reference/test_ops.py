@@ -111,9 +111,7 @@ def test_opcheck_passes_on_the_small_operators() -> None:
 
 
 def test_shapes_of_a_product_in_blocks() -> None:
-    """The other checks of opcheck compute with what they are given, which torch cannot do in
-    float8.
-    """
+    """The other checks of opcheck compute with what they are given: torch cannot in float8."""
     mx, weight = (
         npu.npu_dynamic_mx_quant(torch.randn(rows, 128).bfloat16(), dst_type=24) for rows in (6, 5)
     )

@@ -26,9 +26,7 @@ def _with(**others: object) -> Step:
 
 
 class _All(dict):  # type: ignore[type-arg]
-    """Names that the prologue reads, read through the recorder that tells which inputs a program
-    has.
-    """
+    """Names that the prologue reads, through the recorder that tells which inputs a program has."""
 
     _WEIGHTS = "w_dq w_uq w_uk w_dkv_kr gamma_q gamma_kv"
     _OTHERS = "x positions all_cos all_sin inv_freq cos sin slots kv_cache kr_cache"
