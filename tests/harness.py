@@ -192,9 +192,7 @@ def as_for_backend(model: nn.Module, args: tuple[Tensor, ...]) -> tuple[GraphMod
 
 
 def traced_graph(model: nn.Module, *args: Tensor, dynamic: bool = False) -> GraphModule:
-    """As :func:`graph_of`, for tests of what the pass reads in a graph, not of where graphs come
-    from.
-    """
+    """As :func:`graph_of`, for tests of what the pass reads, not of where graphs come from."""
     return traced(model, args, dynamic)[0]
 
 

@@ -271,9 +271,8 @@ class GraphBuilder(Builder):
         if type(tensor) is not FakeTensor or tensor.fake_mode is not self._fake_mode:
             return None
         is_known = all(isinstance(size, int) and size >= 0 for size in sizes)
-        if not is_known or tensor.is_complex() or has_symbols(tensor.shape):
-            return None
-        if not tensor.is_contiguous():
+        is_usual = is_known and not (tensor.is_complex() or has_symbols(tensor.shape))
+        if not is_usual or not tensor.is_contiguous():
             return None
         with without_modes():
             view = torch.empty(tuple(sizes), dtype=tensor.dtype, device="meta")

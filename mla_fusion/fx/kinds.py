@@ -13,7 +13,7 @@ from operator import attrgetter
 from typing import Any
 
 import torch
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import GraphModule, Node
 
 from mla_fusion.compat import HigherOrderOperator, OpOverload, has_kernel, overload_name, schema_of
 
@@ -306,12 +306,6 @@ def needs_strides(node: Node) -> bool:
     The node reads memory by strides of its own, or writes memory whose strides matter to it.
     """
     return word(node).startswith("as_strided") or (is_mutating(node) and heeds_strides(node))
-
-
-def has_reader_by_strides(graph: Graph) -> bool:
-    """Returns True if a node of the graph needs the strides of an operand."""
-    node_by_target = {node.target: node for node in graph.nodes}
-    return any(map(needs_strides, node_by_target.values()))
 
 
 def heeds_strides(node: Node) -> bool:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
-
 from torch.fx import GraphModule, Node
 
 from mla_fusion.compat import OpOverload, schema_of
@@ -46,11 +44,5 @@ def _names_to_place(node: Node) -> list[str]:
     """Returns the names of the arguments that have a place, if one of them is given by name."""
     if not node.kwargs or not isinstance(node.target, OpOverload):
         return []
-    names = _placed_names(node.target)
+    names = [item.name for item in schema_of(node.target).arguments if not item.kwarg_only]
     return names if not node.kwargs.keys().isdisjoint(names[len(node.args) :]) else []
-
-
-@cache
-def _placed_names(target: OpOverload) -> list[str]:
-    """Returns the names of the arguments that have a place."""
-    return [item.name for item in schema_of(target).arguments if not item.kwarg_only]

@@ -162,6 +162,11 @@ class Binding:
         for part in symbols + quotients:
             factor = difference.coeff(part)
             other_side = sympy.expand(part - difference * factor)
+            for quotient in quotients:  # s == n * (s // m), so n is m
+                times = other_side / quotient
+                if quotient.args[0] == part and times.is_symbol and times != quotient.args[1]:
+                    self._solve({times: quotient.args[1]})
+                    return self.equate(a, b)
             is_solution = part.is_symbol or other_side.is_Integer or other_side in quotients
             if factor**2 != 1 or not is_solution:
                 continue

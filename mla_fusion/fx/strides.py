@@ -15,7 +15,7 @@ import torch
 from torch.fx import Node
 
 from mla_fusion.fx.build import GraphBuilder
-from mla_fusion.fx.kinds import has_reader_by_strides, heeds_strides, needs_strides
+from mla_fusion.fx.kinds import heeds_strides, needs_strides
 from mla_fusion.fx.sizes import Binding, same
 from mla_fusion.fx.walk import reached
 
@@ -40,7 +40,7 @@ def follow(
     if not traced:
         return
     with builder.propagating():
-        if has_reader_by_strides(builder.gm.graph) and _has_reader_by_strides(traced):
+        if any(map(needs_strides, reached(traced, lambda node: node.users))):
             for new, value in traced.items():
                 _restore(builder, new, value, set(new.users))
             return
@@ -55,12 +55,6 @@ def follow(
             elif node not in traced and node.op == "call_function":
                 _carry(builder, node, traced)
                 readers.update(node.users if node in traced else ())
-
-
-def _has_reader_by_strides(starts: Iterable[Node]) -> bool:
-    """Returns True if a node behind these needs the strides that it was traced with."""
-    reading = reached(starts, lambda node: node.users)
-    return any(needs_strides(user) for node in reading for user in node.users)
 
 
 def _carry(builder: GraphBuilder, node: Node, traced: dict[Node, Any]) -> None:

@@ -8,6 +8,8 @@ together from columns of the candidate that gives the fewest runs.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
+from math import prod
 
 import torch
 from torch import Tensor
@@ -30,15 +32,13 @@ _MOST_MOVES = 12  # most moves on the way up from an operand
 def table_candidates(site: Site, evaluation: Evaluation) -> list[tuple[Value, Tensor]]:
     """Returns rows [T, n] of the Values beside the products, and their numbers [tokens, n]."""
     form, candidates = site.projections.form, dict[Value, Tensor]()
-    for value, layout in _operands_beside(site):
-        try:
+    for value, layout in dict.fromkeys(_operands_beside(site)):
+        if prod(value.shape) > site.tokens * site.columns:  # of one token: rows of all tokens
+            continue
+        with suppress(Mixed, Undecided, RuntimeError):
             numbers = evaluation.dense(evaluation.beside(value, layout))
             rows = to_rows(form, value, layout, site.tokens)
-            if rows in candidates:
-                continue
-            candidates[rows] = evaluation.binding.rows(numbers, layout)
-        except (Mixed, Undecided, RuntimeError):
-            continue
+            candidates.setdefault(rows, evaluation.binding.rows(numbers, layout))
     return list(candidates.items())
 
 
@@ -46,7 +46,7 @@ def _operands_beside(site: Site) -> Iterator[tuple[Value, Layout]]:
     """Yields what the cone reads that is no activation, and what that was moved from, with
     layouts.
     """
-    form, seen = site.projections.form, set[tuple[Value, Layout]]()
+    form = site.projections.form
     for value, layout in site.layouts.items():
         if value.op not in ("product", "sum", "dot"):
             continue
@@ -64,8 +64,7 @@ def _operands_beside(site: Site) -> Iterator[tuple[Value, Layout]]:
                 axes = broadcast_to(axes, source)
             is_one_row = site.tokens == 1 and value.op != "dot"
             for moved_source in _moved_sources(source, axes):
-                if moved_source not in seen and (is_one_row or has_tokens(moved_source[1])):
-                    seen.add(moved_source)
+                if is_one_row or has_tokens(moved_source[1]):
                     yield moved_source
 
 

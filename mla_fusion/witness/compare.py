@@ -142,7 +142,7 @@ def compare(
     originals = dict(zip(rewritten.graph.find_nodes(op="placeholder"), inputs, strict=False))
     originals |= {copy: node for node, copy in cut.items()}
     witness = _Witness(pairs, originals, roles, rows, block_size)
-    return witness.run(sizes.bind_sizes(original, symbols))
+    return witness.run(sizes.bind_sizes(original, symbols or {}))
 
 
 class _Witness:

@@ -199,11 +199,12 @@ class Draws:
             drawn = rows[role]
             if counted:
                 first, *steps = map(int, counted.split())
-                (step,) = steps or [self._token_count // count]
+                (step,) = steps or [max(1, self._token_count // count)]
                 drawn = drawn[(drawn % step == 0) & (drawn + step <= len(drawn))] - first
             drawn = drawn[:count]
-            # each start has a sequence of its own
-            if len(drawn) < count <= self._token_count and not (counted and len(drawn)):
+            # each start has a sequence of its own, whose blocks are no other's
+            is_apart = counted and math.prod(self._table) <= len(rows["sequences"])
+            if len(drawn) < count <= self._token_count and not (is_apart and len(drawn)):
                 raise Unrunnable(leaf, f"{len(drawn)} rows are fewer than tokens")
             drawn = drawn.repeat(-(-count // len(drawn)))[:count]  # not all are read
         elif role == "x":

@@ -10,9 +10,10 @@ import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from sympy import Integer
+from sympy import Integer, Symbol
 from torch import Tensor
 from torch.fx import Graph, Node
+from torch.utils._sympy.functions import FloorDiv
 
 from mla_fusion.compat import guarded_equal, tree_leaves
 from mla_fusion.fx.kinds import holds_integers, value_of
@@ -27,25 +28,22 @@ _FEWEST = 17  # least size of one axis in that run
 _LITERAL_LIMITS = 600, 8192
 
 
-def bind_sizes(graph: Graph, symbols: Mapping[str, int] | None) -> Binding:
+def bind_sizes(graph: Graph, symbols: Mapping[str, int]) -> Binding:
     """Returns a binding with a small prime for each symbol, unlike every literal of the graph.
 
-    symbols  numbers of symbols: the graph runs only if symbols of one number are equal
+    symbols  numbers of symbols and quotients: the graph runs only if sizes of one number are equal
     """
     binding = Binding(_literals(graph.nodes))
     sizes = [size for node in graph.nodes for size in _sizes(node).values()]
     for first_size, second_size in guarded_equal(sizes[0]) if sizes else ():
         binding.equate(first_size, second_size)
-    sizes_by_number: dict[int, Any] = {}
+    sizes_by_number: dict[Any, Any] = {}
     for size in sizes:
-        size_expression = expression(size)
-        numbers = {
-            symbol: (symbols or {}).get(str(symbol)) for symbol in size_expression.free_symbols
-        }
-        if None not in numbers.values():
-            binding.equate(
-                sizes_by_number.setdefault(int(size_expression.subs(numbers)), size), size
-            )
+        parts = expression(size).atoms(Symbol, FloorDiv)
+        numbers = {part: Integer(symbols[str(part)]) for part in parts if str(part) in symbols}
+        number = expression(size).xreplace(numbers)
+        if number.is_Integer:
+            binding.equate(sizes_by_number.setdefault(number, size), size)
     binding.admit(sizes)
     return binding
 

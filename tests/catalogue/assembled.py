@@ -27,9 +27,7 @@ def row_args(tokens: int = 6) -> tuple[Tensor, ...]:
 
 @entry(STAGED, source=OURS, tags="layout, device, symbolic, export", args=row_args)
 class RowsInPlace(Base):
-    """Latent and key are written over the projection they come from; so is the query, into an empty
-    one.
-    """
+    """Latent and key are written over their projection; so is the query, into an empty one."""
 
     def assemble(self, rows: Tensor, c: Tensor, sn: Tensor) -> None:
         rows[..., :HCKV] = self.kv_a_layernorm(rows[..., :HCKV].contiguous())

@@ -182,9 +182,7 @@ packed = partial(
 
 @packed(IN_PLACE)
 class PackedRows(Full):
-    """One cache of 656-byte rows: int8 tiles of the latent, the bfloat16 key, a float32 scale per
-    tile.
-    """
+    """One cache of 656-byte rows: int8 tiles of the latent, the bfloat16 key, a scale per tile."""
 
     def write(self, kv_cache, kr_cache, slots, c_kv, k_pe) -> None:
         kv_cache.view(-1, 656)[slots] = self.rows(c_kv, k_pe)

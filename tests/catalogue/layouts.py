@@ -198,9 +198,7 @@ class Functional(nn.Module):
 
 @entry(IN_PLACE, source="ports to ggml", tags="layout, weights")
 class TokensLast(Base):
-    """A ggml port: weights on the left, activations [width, tokens], RoPE over the axis before the
-    last.
-    """
+    """A ggml port: weights on the left, [width, tokens], RoPE over the axis before the last."""
 
     def forward(  # type: ignore[override]
         self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor

@@ -316,9 +316,7 @@ def with_positions() -> tuple[Tensor, ...]:
     args=with_positions,
 )
 class QueryByPosition(Base):
-    """The whole query is multiplied by a number for each position, behind its rotation and before
-    W_uk.
-    """
+    """The whole query times a number for each position, behind its rotation and before W_uk."""
 
     def factor(self, positions: Tensor, q: Tensor) -> Tensor:
         return (1 + 0.1 * torch.log1p(torch.floor(positions / 8192)))[:, None, None].to(q.dtype)

@@ -130,9 +130,7 @@ class QueryOfHidden(Base):
 
 @entry("q_lora.interrupted", source="A.X-K2", tags="near miss, public, readers")
 class RawAndNormed(Base):
-    """The query is projected from c_q beside what c_q was before its norm; an indexer reads c_q
-    alone.
-    """
+    """The query is projected from c_q beside what was before its norm; an indexer reads c_q."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -59,9 +59,7 @@ def test_a_fusion_says_what_was_proved(dynamic: bool) -> None:
 
 
 class AlongBoth(Base):
-    """Batches as long as their sequences, with a number for each batch, or for each place in a
-    sequence.
-    """
+    """Batches as long as their sequences, with a number for each batch or place in a sequence."""
 
     def __init__(self, along: int) -> None:
         super().__init__()

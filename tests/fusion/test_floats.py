@@ -27,9 +27,7 @@ FORMATS = {"MxMerged": MXFP8, "Fp8Full": FP8, "HifFull": HIFLOAT8}
 
 
 class ByHand(nn.Module):
-    """What an engineer writes for A5: x quantised by one operator, weights and scales packed, one
-    call.
-    """
+    """As engineers write for A5: x quantised by an operator, weights and scales packed, a call."""
 
     def __init__(self, form: NumberFormat, heads: int = 2) -> None:
         super().__init__()

@@ -226,6 +226,23 @@ def test_one_token_more_than_a_symbol() -> None:
     compare(Calls(split_behind), [(n, *base.paged_args(t)) for n, t in ((2, 5), (6, 7))], 1, None)
 
 
+def several_of_each(m: Calls, starts: Tensor, table: Tensor, x: Tensor, *args: Tensor) -> Any:
+    cos, sin, kv, kr, _ = args
+    places = starts[:, None] + torch.arange(len(x) // len(table))
+    slots = table.gather(1, places // 16) * 16 + places % 16
+    return m.prologue(x, cos, sin, kv, kr, slots.flatten())
+
+
+def test_as_many_tokens_of_each_sequence_as_a_quotient_says() -> None:
+    """Guards say T = S (T // B): three sequences have a start each, so S is B."""
+    calls, more = list[Call](), (9, 1, 1, 1)
+    for b, n in ((2, 3), (3, 5), (4, 2)):
+        x, cos, sin, kv, kr, slots = base.paged_args(b * n)
+        starts, caches = torch.arange(b), (kv.repeat(more), kr.repeat(more))
+        calls.append((starts, starts[:, None], x, cos, sin, *caches, slots))
+    compare(Calls(several_of_each), calls, 1, None)
+
+
 def in_groups(m: Calls, *args: Tensor) -> Any:
     *parts, kv, kr, slots = args
     return m.prologue(*(torch.cat(parts[k : k + 3]) for k in (0, 3, 6)), kv, kr, slots)

@@ -44,9 +44,7 @@ ANSWERS = {
 
 
 def take_cuda_away(site_packages: Path) -> tuple[str, ...]:
-    """Replace the CUDA libraries of the torch in this folder; the names of those that stand there
-    now.
-    """
+    """Replace the CUDA libraries of the torch here; the names of those that stand there now."""
     home = site_packages / "torch" / "lib"
     if not (home / "libtorch_cuda.so").exists() or (home / SYMBOLS).exists():
         return ()

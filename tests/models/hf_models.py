@@ -139,9 +139,7 @@ def _randomised(model: Any, seed: int) -> Any:
 
 
 def config_of(model_type: str, values: dict[str, Any]) -> Any:
-    """A configuration in the words of the installed release: transformers 4 has no
-    ``rope_parameters``.
-    """
+    """A configuration for the installed release: transformers 4 has no ``rope_parameters``."""
     mf.offline.activate()  # transformers imports torch_npu where it is installed
     from transformers import AutoConfig, __version__
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING

@@ -102,9 +102,7 @@ def test_caches_of_transformers_go_on_working(kind: str) -> None:
 
 @pytest.mark.portable
 def test_the_paged_cache_serves_a_model_that_is_not_optimised() -> None:
-    """Where its modules cache latents; of one that caches keys and values of all heads, none are
-    taken.
-    """
+    """Where its modules cache latents; of one that caches keys of all heads, none are taken."""
     model, inputs = build("deepseek_v3"), prompt()
     before = model.generate(**inputs, max_new_tokens=12, **GREEDY)
     cache = hf.MlaPagedCache(model, block_size=16)
