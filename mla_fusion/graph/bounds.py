@@ -21,7 +21,7 @@ from mla_fusion.graph.form import Value, filled_with
 from mla_fusion.graph.numbers import is_open
 
 _LONGEST = 1 << 19  # greatest symbolic size: tokens, rows of tables
-_FARTHEST = 1 << 43  # greatest position or slot of 64 bits
+_FARTHEST = 1 << 42  # greatest position or slot of 64 bits
 Bounds = tuple[int, int]
 
 

@@ -226,21 +226,24 @@ def test_one_token_more_than_a_symbol() -> None:
     compare(Calls(split_behind), [(n, *base.paged_args(t)) for n, t in ((2, 5), (6, 7))], 1, None)
 
 
-def several_of_each(m: Calls, starts: Tensor, table: Tensor, x: Tensor, *args: Tensor) -> Any:
+def several_of_each(m: Calls, ends: Tensor, table: Tensor, x: Tensor, *args: Tensor) -> Any:
     cos, sin, kv, kr, _ = args
-    places = starts[:, None] + torch.arange(len(x) // len(table))
-    slots = table.gather(1, places // 16) * 16 + places % 16
+    size = kv.shape[1]
+    places = ends[:, None] + torch.arange(len(x) // len(table)) - 1
+    slots = table.gather(1, places // size) * size + places % size
     return m.prologue(x, cos, sin, kv, kr, slots.flatten())
 
 
-def test_as_many_tokens_of_each_sequence_as_a_quotient_says() -> None:
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_as_many_tokens_of_each_sequence_as_a_quotient_says(dynamic: bool | None) -> None:
     """Guards say T = S (T // B): three sequences have a start each, so S is B."""
     calls, more = list[Call](), (9, 1, 1, 1)
     for b, n in ((2, 3), (3, 5), (4, 2)):
         x, cos, sin, kv, kr, slots = base.paged_args(b * n)
-        starts, caches = torch.arange(b), (kv.repeat(more), kr.repeat(more))
-        calls.append((starts, starts[:, None], x, cos, sin, *caches, slots))
-    compare(Calls(several_of_each), calls, 1, None)
+        ends, caches = torch.arange(1, b + 1), (kv.repeat(more), kr.repeat(more))
+        calls.append((ends, ends[:, None] - 1, x, cos, sin, *caches, slots))
+    compare(Calls(several_of_each), calls, 1, dynamic)
+    assert mf.reports()[-1].fused[0].placement == "in place"
 
 
 def in_groups(m: Calls, *args: Tensor) -> Any:
