@@ -13,9 +13,8 @@ from typing import Any
 from sympy import Integer, Symbol
 from torch import Tensor
 from torch.fx import Graph, Node
-from torch.utils._sympy.functions import FloorDiv
 
-from mla_fusion.compat import guarded_equal, tree_leaves
+from mla_fusion.compat import FloorDiv, guarded_equal, tree_leaves
 from mla_fusion.fx.kinds import holds_integers, value_of
 from mla_fusion.fx.sizes import Binding, expression, is_size, is_symbolic
 from mla_fusion.witness.side import Nodes
