@@ -89,7 +89,7 @@ class Prepacked:
 def prepack(model: nn.Module, *example_inputs: Any, config: Config | None = None) -> Prepacked:
     """Lays out, once, the weights that the pass would pack. Returns what became of each.
 
-    model           with its weights loaded, where it is to run, before it is compiled
+    model           with its weights loaded, where it is to run, before its first call
     example_inputs  the arguments of a decode step; nothing is computed with them
     config          options of the pass that will compile it
 
@@ -111,6 +111,7 @@ def prepack(model: nn.Module, *example_inputs: Any, config: Config | None = None
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"prepack takes a torch.nn.Module, got a {type(model).__name__}")
+    model = getattr(model, "_orig_mod", model)  # of what torch.compile returned
     weights = _packable_weights(model, example_inputs, Config.given(config))
     gc.collect()  # the capture's tensors keep memory of the parameters
     is_plan = any(
