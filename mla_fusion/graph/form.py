@@ -1078,8 +1078,10 @@ def _is_dequantised(value: Value) -> bool:
         return False
     for source in value.sources:
         if (source.op == "dot" and _is_quantised(source.sources[0])) or _is_dequantised(source):
-            others = (factor for factor in value.sources if factor is not source)
-            return all(not factor.active or factor.serial < source.serial for factor in others)
+            return all(
+                not factor.active or strip_reshapes(factor).serial <= source.serial
+                for factor in value.sources
+            )
     return False
 
 

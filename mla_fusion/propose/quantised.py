@@ -57,7 +57,8 @@ def operand_format(rows: Value) -> NumberFormat | None:
         return next(kind for kind in FORMATS if kind.number == inner.literal[1])
     if inner.op == "product":
         return MXFP8 if any(map(_is_mxfp8, inner.sources)) else None
-    if rows.active or inner.op == "function":  # what is active has no dtype of its own
+    # what is active has the dtype of an operator's result alone
+    if inner.op == "function" or (rows.active and inner.op != "opaque"):
         return _FORMATS.get(inner.function)
     kinds = (kind for kind in FORMATS if kind.element == rows.dtype and not kind.in_blocks)
     return next(kinds, None)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .base import DR, HCKV, HCQ, HE, Base, D, HfNorm, npu, rotate_half
@@ -132,6 +134,36 @@ class SecondLayer(FullSmooth):
 
     def forward(self, x: Tensor, *args: Tensor) -> Tensor:
         return super().forward(self.input_layernorm(self.before(x)), *args)
+
+
+@torch.library.custom_op("mla_fusion_tests::norm_and_quantise", mutates_args=())
+def norm_and_quantise(x: Tensor, gamma: Tensor) -> tuple[Tensor, Tensor]:
+    return npu.npu_dynamic_quant(F.rms_norm(x, x.shape[-1:], gamma, 1e-6))
+
+
+@norm_and_quantise.register_fake
+def _(x: Tensor, gamma: Tensor) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape, dtype=torch.int8), x.new_empty(x.shape[:1], dtype=torch.float32)
+
+
+class OfBoth(QuantLinear):
+    def forward(self, x: Any) -> Tensor:
+        return super().forward(x) if isinstance(x, Tensor) else self.product(*x)
+
+
+@int8(IN_PLACE, source="vllm-ascend's npu_add_rms_norm_dynamic_quant", tags="int8, weights")
+class QuantisedByTheNorm(SecondLayer):
+    """An operator that the pass does not know makes int8 rows and their scales."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_a_proj, self.kv_a_proj_with_mqa = OfBoth(HE, HCQ), OfBoth(HE, HCKV + DR)
+
+    def forward(self, x: Any, *args: Tensor) -> Tensor:
+        if x.dtype == torch.float64:
+            return super().forward(x, *args)
+        rows = norm_and_quantise(self.before(x), self.input_layernorm.weight)
+        return Full.forward(self, rows, *args)
 
 
 @int8(IN_PLACE)

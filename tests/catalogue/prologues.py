@@ -138,9 +138,7 @@ COMPLEX = 1.5
     slack=COMPLEX,
 )
 class ComplexDense(Prologue):
-    """(b) DeepSeek's reference: complex RoPE, einsum absorb, caches [B, S_max, width] assigned by
-    slices.
-    """
+    """(b) DeepSeek's reference: complex RoPE, einsum absorb, caches [B, S_max, width], slices."""
 
     conjugated = False  # a table that is turned the other way, by a flag of the tensor
 

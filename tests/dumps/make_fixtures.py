@@ -30,9 +30,7 @@ OFF = mf.Config(enable=False)
 
 
 class Dynamic(nn.Module):
-    """The example's layer with any number of tokens: tables gathered by position, slots computed
-    from it.
-    """
+    """The example's layer with any number of tokens: tables by position, computed slots."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()

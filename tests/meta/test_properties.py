@@ -147,9 +147,7 @@ TINY = {
 
 @st.composite
 def tiny_calls(draw: st.DrawFn) -> tuple[str, Call]:
-    """(op, arguments with data) in every scenario, of sizes that the reference computes in a
-    millisecond.
-    """
+    """(op, arguments with data) in every scenario, of sizes that are computed in a millisecond."""
     newest = [row for row in scenarios() if row[2] == "latest"]
     op, _, _, (wq, kv), mode = draw(st.sampled_from(newest))
     dims = TINY | {"N": draw(st.integers(1, 3)), "He": 32 * draw(st.integers(1, 3))}

@@ -15,9 +15,7 @@ JUDGED = [row for row in rows() if not row.crashed]
 
 
 def class_of(row: Row, refusal: meta.ContractError) -> str:
-    """The one class of calls that are refused on purpose; a call in none, or in several, fails the
-    test.
-    """
+    """The class of calls that are refused on purpose; a call in none, or in several, fails."""
     classes = [item.name for item in stricter(row.op, code=refusal.code, **row.where)]
     if len(classes) > 1:  # past 32 bits only the lower ones are read
         large = any(isinstance(v, int) and abs(v) >= 2**31 for v in row.data["attributes"].values())

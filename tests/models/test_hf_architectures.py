@@ -136,9 +136,7 @@ def test_what_the_kernel_cannot_do_stays(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["static", "dynamic"])
 def test_decode_steps_over_huggingface_caches(kind: str) -> None:
-    """Two greedy tokens after a prompt: the caches of transformers stay as they are, their writes
-    staged.
-    """
+    """Two greedy tokens after a prompt: transformers' caches stay, their writes are staged."""
     model = build("deepseek_v3", {})
     from transformers import DynamicCache, StaticCache
     from transformers.cache_utils import StaticLayer

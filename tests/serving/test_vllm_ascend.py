@@ -94,9 +94,7 @@ class Manager:
 def compiled(
     module: nn.Module, *, keep: bool = False, decompose: bool = True
 ) -> tuple[Callable, list[GraphModule]]:
-    """``module`` compiled as `fusion_pass_compile` does it, and the graphs that came out of the
-    manager.
-    """
+    """``module`` compiled as `fusion_pass_compile` does, and the graphs that the manager gave."""
     from torch._inductor.custom_graph_pass import CustomGraphPass
 
     manager = Manager(CustomGraphPass)

@@ -91,9 +91,7 @@ def ordinary(tokens: int, seed: int = 0, n: int = 3, m: int | None = None) -> Na
 
 
 def exposing(tokens: tuple[int, ...], seed: int = 1) -> Iterator[tuple[str, Named]]:
-    """Named draws; ``tokens``: the numbers of tokens that the graph must serve (one where it is
-    static).
-    """
+    """Named draws; ``tokens``: the numbers of tokens that the graph must serve."""
     longest, generator = max(tokens), torch.Generator().manual_seed(seed)
     yield "outlier channels", _loud(ordinary(tokens[0], seed), generator)
     yield "large integers", _late(ordinary(longest, seed + 1), generator)

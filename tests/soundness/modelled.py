@@ -59,9 +59,7 @@ def judge(
 
 
 def differs(got: Results, want: Results) -> str:
-    """A few int8 values differ by one step between two roundings of c_q: three times the usual
-    allowance.
-    """
+    """A few int8 values differ by one step between two roundings of c_q: thrice the allowance."""
     for new, old in zip(map(_numbers, got), map(_numbers, want), strict=True):
         if new.shape != old.shape:
             return f"{list(new.shape)} instead of {list(old.shape)}"

@@ -81,9 +81,7 @@ def against_eager(
     wanted: dict[str, Results | None],
     random: bool,
 ) -> Outcome:
-    """The verdict on a compiled program; ``reports`` are asked for last, when every input has been
-    seen.
-    """
+    """The verdict on a compiled program; ``reports`` are asked for when every input was seen."""
     wrong, compared = None, 0
     for label, named in draws:
         want = wanted[label]

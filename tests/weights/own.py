@@ -45,9 +45,7 @@ def assert_values(model: nn.Module, wanted: dict[str, Tensor]) -> None:
 
 
 def entries_of(model: nn.Module | list[Tensor]) -> list[Any]:
-    """The packed weights of a model or of tensors (those of earlier tests may be collected at any
-    time).
-    """
+    """The packed weights of a model or of tensors (earlier tests' may be collected any time)."""
     cache.sweep()
     tensors = list(model.parameters() if isinstance(model, nn.Module) else model)
     own = {tensor.untyped_storage()._cdata for tensor in tensors}

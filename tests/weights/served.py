@@ -65,9 +65,7 @@ class Served:
         return weight
 
     def assert_replay_right(self) -> None:
-        """The memory of the first call holds what would be packed now; then a call, which moves
-        nothing.
-        """
+        """The memory of the first call holds what would be packed now; a call moves nothing."""
         before = [packed.clone() for packed in self.captured[0]]
         places = [packed.data_ptr() for packed in self.captured[0]]
         self.assert_right()

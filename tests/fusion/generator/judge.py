@@ -189,9 +189,7 @@ def _nudged(case: Case) -> Iterator[Named]:
 
 
 def _by_longest(tensor: Tensor) -> Tensor:
-    """Rows along the longest axis: heads or tokens may stand last, and of few numbers one may
-    cancel out.
-    """
+    """Rows along the longest axis: heads or tokens may stand last; of few, one may cancel out."""
     if not tensor.dim():
         return tensor
     longest = max(reversed(range(tensor.dim())), key=lambda axis: tensor.shape[axis])

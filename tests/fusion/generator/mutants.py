@@ -32,9 +32,7 @@ class Mutant:
     change: str
 
     def changes_meaning(self) -> bool:
-        """Do its float64 results differ from the origin's? (A mutant that means the same is a
-        spelling.)
-        """
+        """Do its float64 results differ from the origin's? (If not, the mutant is a spelling.)"""
         before, now = self.origin.exact, self.case.exact
         if len(before.outputs) != len(now.outputs) or before.caches.keys() != now.caches.keys():
             return True
