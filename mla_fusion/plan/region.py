@@ -118,8 +118,9 @@ def _common_nodes(graph: Graph, values: Iterable[Value]) -> set[Node]:
         holders = (node for form in (inner, value) for node in graph.nodes_in_any_shape(form))
         holding_nodes |= {node for node in holders if isinstance(value_of(node), torch.Tensor)}
     nodes = holding_nodes
-    while len(nodes) > 1 and max(nodes).op == "call_function":
-        last = max(nodes)
+    while nodes and (last := max(nodes)).op == "call_function":
+        if len(nodes) == 1 and _is_float(last):
+            break
         sources = (node for node in last.all_input_nodes if node not in graph.parameters)
         steps = {node for node in sources if _is_float(node) or node.op == "call_function"}
         nodes = nodes - {last} | {node for node in steps if not is_size(node)}

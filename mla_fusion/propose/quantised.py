@@ -240,7 +240,9 @@ def row_scales(
     scales = strip(form.product(factors), "expand")
     if prod(scales.shape) != tokens:
         return None
-    return form.reshape([scales, *multiples_of(scales)][-1], (tokens, 1))
+    held = multiples_of(scales) or [scales]
+    scales = max(held, key=lambda value: form.split(value)[0] == product.number)
+    return form.reshape(scales, (tokens, 1))
 
 
 def _next_root(

@@ -31,13 +31,13 @@ _MOST_MOVES = 12  # most moves on the way up from an operand
 
 def table_candidates(site: Site, evaluation: Evaluation) -> list[tuple[Value, Tensor]]:
     """Returns rows [T, n] of the Values beside the products, and their numbers [tokens, n]."""
-    form, candidates = site.projections.form, dict[Value, Tensor]()
+    candidates = dict[Value, Tensor]()
     for value, layout in dict.fromkeys(_operands_beside(site)):
         if prod(value.shape) > site.tokens * site.columns:  # of one token: rows of all tokens
             continue
         with suppress(Mixed, Undecided, RuntimeError):
             numbers = evaluation.dense(evaluation.beside(value, layout))
-            rows = to_rows(form, value, layout, site.tokens)
+            rows = to_rows(site.projections.form, value, layout, site.tokens)
             candidates.setdefault(rows, evaluation.binding.rows(numbers, layout))
     return list(candidates.items())
 
@@ -46,7 +46,6 @@ def _operands_beside(site: Site) -> Iterator[tuple[Value, Layout]]:
     """Yields what the cone reads that is no activation, and what that was moved from, with
     layouts.
     """
-    form = site.projections.form
     for value, layout in site.layouts.items():
         if value.op not in ("product", "sum", "dot"):
             continue
@@ -58,7 +57,7 @@ def _operands_beside(site: Site) -> Iterator[tuple[Value, Layout]]:
             if value.op != "dot" and axes:
                 axes = layout[len(layout) - len(axes) :]
                 sizes = zip(axes, value.shape[-len(axes) :], source.shape, strict=True)
-                source = form.expand(
+                source = site.projections.form.expand(
                     source, [own if is_token_free(axis) else size for axis, size, own in sizes]
                 )
                 axes = broadcast_to(axes, source)
@@ -90,7 +89,7 @@ def assemble_table(
 
     candidates  Values [T, m] with their numbers [tokens, m]
     """
-    form, tables = site.projections.form, list[tuple[int, int, Value]]()
+    tables = list[tuple[int, int, Value]]()
     columns_of_numbers = list(map(tuple, numbers.T.tolist()))
     for value, candidate_numbers in candidates:
         places = {tuple(column): place for place, column in enumerate(candidate_numbers.T.tolist())}
@@ -98,6 +97,6 @@ def assemble_table(
         if None not in columns:
             steps = torch.tensor(columns, dtype=torch.int64).diff()
             runs = 1 + int((steps.diff() != 0).sum()) if len(steps) > 1 else 1
-            table = form.take(value, 1, columns)  # type: ignore[arg-type]
+            table = site.projections.form.take(value, 1, columns)  # type: ignore[arg-type]
             tables.append((runs, value.serial, table))
     return min(tables, key=lambda entry: entry[:2])[2] if tables else None

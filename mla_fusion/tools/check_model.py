@@ -30,9 +30,6 @@ class Comparison:
     tokens: int
     equal: int
 
-    def __str__(self) -> str:
-        return f"generated {self.tokens} tokens: the first {self.equal} are equal"
-
 
 @dataclass(frozen=True)
 class Outcome:
@@ -69,8 +66,8 @@ class Outcome:
                 "  the checkpoint is quantised: load it dequantised, or its projections will be "
                 "left alone"
             )
-        if self.compared:
-            lines.append(f"  {self.compared}")
+        if found := self.compared:
+            lines.append(f"  generated {found.tokens} tokens: the first {found.equal} are equal")
         if self.plan is not None:
             lines.append(f"of the first of {len(self.summary.converted)} layers:\n{self.plan}")
         return "\n".join(lines)

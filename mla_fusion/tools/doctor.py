@@ -79,7 +79,11 @@ def survey() -> Facts:
         "release": release,
         "cann": ask("cann", cann_location),
         "cann_version": ask("cann_version", _cann_version),
-        "device": ask("device", _device, driver) if usable else None,
+        "device": ask(
+            "device", lambda: machine.device_name(torch) if machine.has_npu() else None, driver
+        )
+        if usable
+        else None,
         "offline": ask("offline", lambda: _offline(error)),
         "operators": {
             name: ask(name, partial(_operator, name, usable), otherwise=_UNKNOWN)
@@ -129,11 +133,6 @@ def _trial() -> str | None:
     reasons = [line for line in lines if line.startswith("what():")] + lines
     name = signal.Signals(-trial.returncode).name
     return f"importing torch_npu ends the process with {name}: {[*reasons, 'nothing on stderr'][0]}"
-
-
-def _device() -> str | None:
-    """Returns the name of the NPU; None if there is none."""
-    return machine.device_name(torch) if machine.has_npu() else None
 
 
 def _offline(error: str | None) -> Facts:

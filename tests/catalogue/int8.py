@@ -151,9 +151,9 @@ class OfBoth(QuantLinear):
         return super().forward(x) if isinstance(x, Tensor) else self.product(*x)
 
 
-@int8(IN_PLACE, source="vllm-ascend's npu_add_rms_norm_dynamic_quant", tags="int8, weights")
+@int8(IN_PLACE, tags="int8, weights")
 class QuantisedByTheNorm(SecondLayer):
-    """An operator that the pass does not know makes int8 rows and their scales."""
+    """By an operator that the pass does not know, as npu_add_rms_norm_dynamic_quant is."""
 
     def __init__(self) -> None:
         super().__init__()
