@@ -76,9 +76,7 @@ def guards_are_not_timed() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def compilations_are_not_traced() -> Iterator[None]:
-    """torch writes its trace (every graph as text) where a handler stands; pytest gives one to each
-    logger.
-    """
+    """torch writes its trace where a handler stands; pytest gives one to each logger."""
     from torch._logging._internal import trace_log
 
     with pytest.MonkeyPatch.context() as patch:

@@ -1076,12 +1076,10 @@ def _is_dequantised(value: Value) -> bool:
     """
     if value.op != "product":
         return False
-    for source in value.sources:
+    sources = list(map(strip_reshapes, value.sources))
+    for source in sources:
         if (source.op == "dot" and _is_quantised(source.sources[0])) or _is_dequantised(source):
-            return all(
-                not factor.active or strip_reshapes(factor).serial <= source.serial
-                for factor in value.sources
-            )
+            return all(not factor.active or factor.serial <= source.serial for factor in sources)
     return False
 
 

@@ -421,8 +421,7 @@ class _Joiner:
             latent_scales = self._latent_scales = quantise.by_row(form, rows, kind)[1]
         weights = [("uq_qr", self.up, up_columns.tolist(), latent_scales)]
         if x_format is not None:
-            graph = self.projections.graph
-            x_scales = row_scales(form, self.down.products[0], graph.multiples_of)
+            x_scales = row_scales(form, self.down.products[0], self.projections.graph.multiples_of)
             if x_scales is None:
                 raise Departure("quant.static", "x has no scales of its rows", [self.down.rows])
             x = form.reshape(self.down.base, self.down.rows.shape)

@@ -62,9 +62,7 @@ class QueryReadRounded(Base):
 
 @entry(IN_PLACE, source=OURS, tags="absorb, layout, device, symbolic")
 class QueryAssembled(Parts):
-    """query and query_rope are written into one buffer, made like q_nope, which the kernel never
-    gives out.
-    """
+    """query and query_rope go into one buffer, made like q_nope, which the kernel keeps."""
 
     def scores(self, q_nope: Tensor, q_pe: Tensor, kv_rows: Tensor, kr_rows: Tensor) -> Tensor:
         query = q_nope.new_empty(*q_nope.shape[:-1], HCKV + DR)

@@ -20,9 +20,7 @@ VLLM = "AscendW8A8MXFP8Dynamic of vllm-ascend, and SGLang"
 
 
 class FloatLinear(nn.Module):
-    """A quantised weight [in, out]. In float64 it is the same weight without any quantisation of
-    the input.
-    """
+    """A quantised weight [in, out]; in float64 the same without quantisation of the input."""
 
     weight: nn.Parameter
     scale: nn.Parameter

@@ -13,7 +13,17 @@ from .base import DR, HCKV, HCQ, HE, D, paged_args, rotate_half
 from .entry import IN_PLACE, OURS, entry
 from .int8_attention import Int8Attention, int8_latent_args
 from .int8_caches import PackedRows, packed_args
-from .int8_plain import LINEARS, PlainFull, PlainLinear, PlainPartial, Smoothed, linear_of, model_of
+from .int8_plain import (
+    LINEARS,
+    PlainFull,
+    PlainLinear,
+    PlainPartial,
+    Smoothed,
+    in_float32,
+    linear_of,
+    model_of,
+)
+from .layouts import Sequences, sequence_args
 
 
 def plain(name: str, mode: int, cache: int = 0, **fields: Any) -> Callable[[Any], Any]:
@@ -39,6 +49,17 @@ class Joined(PlainFull):
     def latent(self, x: Tensor) -> tuple[Tensor, Tensor]:
         _, c_kv, k_pe = self.qkv_a(x).split([HCQ, HCKV, DR], -1)
         return self.kv_a_layernorm(c_kv), k_pe
+
+
+@plain("of_sequences", 2, args=sequence_args)
+class OfSequences(Sequences):
+    """Rows and sums [B, S, ..] throughout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        kind: Any = linear_of("l", multiply=in_float32)
+        self.q_a_proj, self.kv_a_proj_with_mqa = kind(HE, HCQ), kind(HE, HCKV + DR)
+        self.q_b_proj = kind(HCQ, self.heads * (D + DR))
 
 
 @plain("in_halves", 2)

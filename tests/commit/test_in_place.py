@@ -84,9 +84,7 @@ def test_what_the_call_is_given_is_computed_where_it_was(what: str, compiles: bo
 
 @pytest.mark.parametrize("changes", [True, False])
 def test_what_would_move_ahead_of_a_step(changes: bool) -> None:
-    """The query is read, and the call placed, before the step that changes what the slots are
-    computed of.
-    """
+    """The query is read, and the call placed, before the step that changes the slots' source."""
 
     class Late(prologues.PagedRotateHalf):
         def absorb(self, q_nope: Tensor) -> Tensor:

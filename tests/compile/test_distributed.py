@@ -30,9 +30,7 @@ def group(tmp_path: Path) -> Iterator[None]:
 
 
 class Headed(nn.Module):
-    """Behind the prologue a product whose weight fills the first bucket: the prologue is a part of
-    its own.
-    """
+    """Behind the prologue a product whose weight fills the first bucket: two parts."""
 
     def __init__(self) -> None:
         super().__init__()

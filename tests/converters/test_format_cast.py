@@ -24,9 +24,7 @@ def test_format_cast_hands_its_input_through(acl_format: int) -> None:
 
 
 def test_weights_packed_inside_the_graph_lower_to_ge() -> None:
-    """The pass-only hook cannot pack outside: it emits slices, transposes and format casts for GE
-    to fold.
-    """
+    """The pass-only hook cannot pack outside: it emits slices and format casts for GE to fold."""
     torch.manual_seed(0)
     lowered = mf.lower(prologues.PagedRotateHalf(), *base.paged_args(), hook=True)
     assert lowered.fx_ops["npu.npu_format_cast.default"] == 3

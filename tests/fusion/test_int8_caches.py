@@ -13,9 +13,7 @@ from tests.catalogue import ENTRIES
 
 @pytest.mark.parametrize("name", ["Partial", "FullSmooth", "IndexerReads"])
 def test_ge_graph_of_the_real_torchair(name: str) -> None:
-    """One kernel; of the quantisation only that of x is left (c_q's is inside), and the indexer's
-    product.
-    """
+    """One kernel; of the quantisation only that of x is left, and the indexer's product."""
     torch.manual_seed(0)
     entry = ENTRIES[name]
     operators = mf.lower(entry.model(), *entry.args()).ge_ops

@@ -96,9 +96,7 @@ APPENDED: dict[str, tuple[Positions, str]] = {
 
 @pytest.mark.parametrize("name", one_in(1, APPENDED))
 def test_rows_are_appended_at_a_start(name: str) -> None:
-    """A start below 0 is another graph: the model counts it from the end, the kernel leaves such
-    rows out.
-    """
+    """A start below 0 is another graph: the model counts from the end, the kernel skips it."""
     positions, placement = APPENDED[name]
     torch.manual_seed(0)
     steps = (8, "in place"), (9, placement), (8, placement), (-9, "staged")

@@ -186,9 +186,7 @@ def test_chunked_prefill(name: str, attention: str) -> None:
 def test_rounded_models_stay_as_near_to_float32(
     dtype: torch.dtype, attention: str, record_property: Callable[[str, object], None]
 ) -> None:
-    """Relative L2 error of 12 decode steps' logits against the float32 run, at most 1.1 of the
-    original's.
-    """
+    """Relative L2 error of 12 steps' logits against float32, at most 1.1 of the original's."""
     exact = build("deepseek_v3", KERNEL | {"num_attention_heads": 4, "num_key_value_heads": 4})
     ids = prompt(batch=4, length=20, padded=0)["input_ids"]
 

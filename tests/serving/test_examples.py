@@ -148,9 +148,7 @@ def test_npugraph_ex_writes_in_place(layer: ModuleType) -> None:
 
 
 def test_layer_computes_attention(layer: ModuleType) -> None:
-    """On CPU the example's operators are emulated; its output is that of attention written out in
-    float64.
-    """
+    """The example's operators are emulated on CPU; its output is that of float64 attention."""
     model, (x, cos, sin, slots, tables, lens, kv_cache, kr_cache) = layer.example()
     with torch.no_grad():
         found = model(x, cos, sin, slots, tables, lens, kv_cache, kr_cache)
