@@ -38,10 +38,8 @@ _ROLES = {  # the role of inputs that an argument is read from
     **dict.fromkeys(WEIGHTS, "weight"),
     **dict.fromkeys((*GAMMAS, "smooth_scales_cq"), "gamma"),
     **dict.fromkeys(COLUMN_SCALES, "scale"),
-    "dequant_scale_x": "token_scale",
     "quant_scale_ckv": "cache_scale",
     "quant_scale_ckr": "cache_scale",
-    "token_x": "x",
 }
 
 

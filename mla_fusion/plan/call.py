@@ -22,7 +22,7 @@ from mla_fusion.plan.caches import InPlace
 from mla_fusion.plan.operands import empty_kr_cache, identity, row_buffer, to_kernel_layout
 from mla_fusion.plan.outputs import source_nodes
 from mla_fusion.plan.plan import Plan
-from mla_fusion.targets.prolog import COLUMN_SCALES, GAMMAS, WEIGHTS
+from mla_fusion.targets.prolog import COLUMN_SCALES, GAMMAS, WEIGHTS, format_of
 
 aten = torch.ops.aten
 _PLACES = {name: place for place, name in enumerate(V3_FUNCTIONAL.results)}
@@ -35,19 +35,17 @@ def emit_call(builder: Builder, lower: Lowering, plan: Plan) -> dict[Value, Any]
     lower  lowers Values into the same builder
     """
     arguments = plan.proposal.arguments
-    is_x_quantised = "dequant_scale_x" in arguments
-    bfloat16 = torch.bfloat16
-    x = lower.of(arguments["token_x"], None if is_x_quantised else bfloat16)
-    weights = []
-    for name in WEIGHTS:
-        is_identity = name == "weight_uk" and plan.proposal.identity_reason is not None
-        weights.append(
-            _packed_identity(builder, plan)
-            if is_identity
-            else _packed_operand(builder, lower, plan, name)
-        )
+    x_format = format_of(plan.modes[0]) if "dequant_scale_x" in arguments else None
+    x = lower.of(arguments["token_x"], x_format.element if x_format else torch.bfloat16)
+    is_absorbed = plan.proposal.identity_reason is None
+    weights = [
+        _packed_operand(builder, lower, plan, name)
+        if is_absorbed or name != "weight_uk"
+        else _packed_identity(builder, plan)
+        for name in WEIGHTS
+    ]
     gammas = [_gamma(builder, plan, name) for name in GAMMAS]
-    sin, cos = (lower.of(arguments[name], bfloat16) for name in ("rope_sin", "rope_cos"))
+    sin, cos = (lower.of(arguments[name], torch.bfloat16) for name in ("rope_sin", "rope_cos"))
     options: dict[str, Any] = {}
     if isinstance(plan.caches, InPlace):
         caches = [builder.cache(node, shape) for _, node, shape in plan.written_caches]
@@ -63,15 +61,16 @@ def emit_call(builder: Builder, lower: Lowering, plan: Plan) -> dict[Value, Any]
     if "smooth_scales_cq" in arguments:
         row = (1, *arguments["smooth_scales_cq"].shape[-1:])
         options["smooth_scales_cq"] = lower.of(arguments["smooth_scales_cq"], torch.float32, row)
-    if is_x_quantised:
+    if x_format:
         options["dequant_scale_x"] = _cast_scale(
             builder, lower.of(arguments["dequant_scale_x"]), plan.modes[0] == 3
         )
     options |= _cache_scales(lower, plan)
     operation = getattr(torch.ops.npu, V3_FUNCTIONAL.name).default
-    operands = (x, *weights, *gammas, sin, cos, *caches)
     options |= plan.attributes
-    call_result = builder.call_again(plan.structure, operation, *operands, **options)
+    call_result = builder.call_again(
+        plan.structure, operation, x, *weights, *gammas, sin, cos, *caches, **options
+    )
     results: dict[Value, Any] = {}
     for name, value in plan.results.items():
         if name in plan.read_results or name in ("query", "query_rope") or "cache" in name:
