@@ -384,7 +384,7 @@ def changed_tensor(draw: st.DrawFn, tensor: torch.Tensor) -> torch.Tensor:
 
 @st.composite
 def broken(draw: st.DrawFn, op: str, call: Call, names_kept: bool = False) -> Call:
-    """The call with 1 to 3 arguments changed, dropped, or added; ``names_kept``: changed."""
+    """The call with 1 to 3 arguments changed, dropped, or added; ``names_kept``: only changed."""
     call = dict(call)
     required, defaults = meta.signature(op)
     names = [*call, *call, *required, *defaults] + ["extra"] * (not names_kept)

@@ -136,7 +136,7 @@ def test_ppl_in_both_modes(batch: dict[str, Any], base: int) -> None:
 
 
 def test_the_example_of_two_requests() -> None:
-    """Pages of 4: request 0 holds pages 5, 2 with 6 tokens, request 1 page 9 with 3; a new each."""
+    """Pages of 4: request 0 has pages 5, 2 with 6 tokens, request 1 page 9 with 3; one new each."""
     pages = PageTable.from_flashinfer(t(0, 2, 3), t(5, 2, 9), t(2, 3), 4)
     assert pages.slots(t(1, 1)).tolist() == [2 * 4 + 1, 9 * 4 + 2]
     assert pages.slots(t(2, 3)).tolist() == [8, 9, 36, 37, 38]

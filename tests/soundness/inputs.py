@@ -26,7 +26,7 @@ CACHES = ("kv_cache", "kr_cache", "kv_cache_2", "kr_cache_2")
 
 @lru_cache(maxsize=2)
 def _weights(loud: bool) -> Named:
-    """``loud``: rows and norms' weights are hundreds of times the rest, as in trained models."""
+    """``loud``: a few rows and norms' weights are hundreds of times the rest, as trained ones."""
     generator = torch.Generator().manual_seed(7)
 
     def matrix(*shape: int) -> Tensor:
