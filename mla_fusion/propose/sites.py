@@ -77,7 +77,7 @@ class Projections:
     users   by activation, the activations that read it
     sites   by activation, the site of its products
     cones   facts of cones, by structure
-    cuts    of the tokens of sites, for each structure of a cone, by their number
+    cuts    of the tokens of sites, by their number and by the facts of the cone
     """
 
     def __init__(self, graph: Graph) -> None:
@@ -92,7 +92,7 @@ class Projections:
         self.sites = {
             rows: Site(self, rows, site_products) for rows, site_products in products.items()
         }
-        self.cuts: dict[int, list[Collection[int]]] = {}
+        self.cuts: dict[int, dict[ConeFacts, Collection[int]]] = {}
         self.cones: dict[object, ConeFacts] = {}
 
     def binding(self, site: Site, copies: int) -> Binding:
@@ -100,13 +100,16 @@ class Projections:
 
         Sites whose cuts divide each other share it, so that what is beside them is drawn alike.
         """
-        if site.tokens not in self.cuts:
-            cones = dict.fromkeys(
-                other.facts[0] for other in self.sites.values() if other.tokens == site.tokens
-            )
-            self.cuts[site.tokens] = [cuts_of(cone.layouts.values()) for cone in cones]
-        binding = Binding(cuts_of(site.facts[0].layouts.values()), site.tokens, copies)
-        for cuts in self.cuts[site.tokens]:
+        tokens = site.tokens
+        if tokens not in self.cuts:
+            self.cuts[tokens] = {
+                cone: cuts_of(cone.layouts.values())
+                for cone in dict.fromkeys(
+                    other.facts[0] for other in self.sites.values() if other.tokens == tokens
+                )
+            }
+        binding = Binding(self.cuts[tokens][site.facts[0]], tokens, copies)
+        for cuts in self.cuts[tokens].values():
             binding = binding.refined(cuts) or binding
         return binding
 
@@ -350,7 +353,7 @@ class Site:
         tensors = self._run_values(values, codes, binding)
         finer_binding = binding.refined()
         if finer_binding is not None:
-            self.projections.cuts[self.tokens].append(finer_binding.cuts)
+            self.projections.cuts[self.tokens][self.facts[0]] = finer_binding.cuts
             tensors = self._run_values(values, codes, finer_binding)
         return tensors
 
