@@ -29,12 +29,13 @@ def viewed_by(node: Node, has_memory: bool) -> Node | None:
     """
     if node.op != "call_function":
         return None
-    source, caller, memory = node.args[0] if node.args else None, node, memory_of(node)
+    source, caller = node.args[0] if node.args else None, node
     if node.target is operator.getitem and isinstance(source, Node):
         caller = source
-    schema, operands = signature(caller.target), caller.all_input_nodes
+    schema = signature(caller.target)
     is_view = schema.is_view or schema.is_in_place or "unsafe" in schema.word
-    if may_share(schema) and memory is not None and has_memory:
+    if may_share(schema) and has_memory and (memory := memory_of(node)) is not None:
+        operands = caller.all_input_nodes
         if schema.word.endswith("dropout") and not is_random(node):
             return operands[0]
         holder = next((operand for operand in operands if memory_of(operand) == memory), None)

@@ -230,7 +230,7 @@ class Form:
         self, terms: Iterable[Term], constant: Exponent = 0, dtype: torch.dtype = REAL
     ) -> Value:
         """The sum of coefficients times Values, plus a constant; operands are broadcast."""
-        terms, constant = list(terms), Fraction(constant)
+        terms = list(terms)
         shape = broadcast(value.shape for _, value in terms)
         coefficient_of = defaultdict[Value, Exponent](int)
         for coefficient, value in terms:
@@ -258,7 +258,7 @@ class Form:
         if not constant and common != 1 and all(coefficient == common for _, coefficient in items):
             unscaled_sum = self.total([(1, value) for value in values], 0, dtype)
             return self.expand(self.scaled(unscaled_sum, number(common)), shape)
-        literal = tuple(Fraction(coefficient) for _, coefficient in items), constant
+        literal = tuple([coefficient for _, coefficient in items]), constant
         own_shape = broadcast(value.shape for value in values)
         return self.expand(self.make("sum", values, literal, own_shape, dtype), shape)
 
@@ -296,9 +296,9 @@ class Form:
                     continue
             elif value.op == "sum" and exponent.denominator > 1:  # one form for each radicand
                 lead = value.literal[0][0]
-                power = Number(lead).power(exponent) if lead != 1 else None
+                power = number(lead).power(exponent) if lead != 1 else None
                 if power is not None:
-                    times, value = times * power, self.total([(1 / lead, value)])
+                    times, value = times * power, self.total([(Fraction(1) / lead, value)])
             exponent_of[value] += exponent
         if not times.ratio:
             return self.filled(0, shape, dtype)
@@ -988,7 +988,7 @@ def numbered(
         if value.active and value.serial < since:
             parts.append((value.shape, value.dtype))
         else:
-            places = [numbers.get(source) for source in value.sources]
+            places = list(map(numbers.get, value.sources))
             if None in places:
                 stack += [source for source in value.sources if source not in numbers][::-1]
                 continue

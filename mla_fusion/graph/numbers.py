@@ -42,7 +42,7 @@ class Number:
     """``ratio`` times the primes in ``roots``, each to its exponent between 0 and 1."""
 
     ratio: Fraction
-    roots: tuple[tuple[int, Fraction], ...] = ()
+    roots: tuple[tuple[int, Exponent], ...] = ()
 
     # numbers are often compared with 1: this is quicker than Fraction's comparison and hash
 
@@ -68,9 +68,9 @@ class Number:
             return other
         if not (self.roots or other.roots):
             return Number(self.ratio * other.ratio)
-        ratio, roots = self.ratio * other.ratio, dict[int, Fraction]()
+        ratio, roots = self.ratio * other.ratio, dict[int, Exponent]()
         for prime, exponent in (*self.roots, *other.roots):
-            total = roots.pop(prime, Fraction(0)) + exponent
+            total = roots.pop(prime, 0) + exponent
             integer_part = total.numerator // total.denominator
             ratio *= Fraction(prime) ** integer_part
             if total != integer_part:
@@ -81,7 +81,7 @@ class Number:
         """The number to an exponent. None for 0 to a negative power, and for a root of a
         negative number.
         """
-        return self if exponent == 1 or self is ONE else _power(self, Fraction(exponent))
+        return self if exponent == 1 or self is ONE else _power(self, exponent)
 
     @property
     def inverse(self) -> Number:
@@ -109,7 +109,7 @@ class Number:
 
 
 @lru_cache(maxsize=4096)
-def _power(base: Number, exponent: Fraction) -> Number | None:
+def _power(base: Number, exponent: Exponent) -> Number | None:
     """``Number.power`` for any exponent."""
     if base.ratio == 0:
         return base if exponent > 0 else None
@@ -127,7 +127,7 @@ def _power(base: Number, exponent: Fraction) -> Number | None:
     return result
 
 
-def _root(prime: int, exponent: Fraction) -> Number:
+def _root(prime: int, exponent: Exponent) -> Number:
     """A prime to an exponent, its integer part as the ratio."""
     integer_part = exponent.numerator // exponent.denominator
     fraction_part = exponent - integer_part

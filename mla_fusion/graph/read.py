@@ -236,7 +236,14 @@ class Graph:
 
         If none does either, the one node that makes it on the way, if there is one.
         """
-        nodes = self.nodes.get(value) or self._nodes_by_origin.get(self._origin(value))
+        nodes = self.nodes.get(value) or sorted(
+            {
+                node
+                for other in self.multiples_of(value)
+                if self._is_same(other, value)
+                for node in self.nodes[other]
+            }
+        )
         return nodes or ([self.enclosing[value]] if value in self.enclosing else [])
 
     def _is_same(self, reading: Reading, value: Value) -> bool:
@@ -249,17 +256,6 @@ class Graph:
         """A key that is equal for Values that are reshapes of each other."""
         times, unscaled = self.form.split(value)
         return times, strip_reshapes(unscaled)
-
-    @cached_property
-    def _nodes_by_origin(self) -> dict[tuple[Number, Value], list[Node]]:
-        """The nodes that hold a Value with the key, in order."""
-        nodes_of: dict[tuple[Number, Value], list[Node]] = {}
-        for value, nodes in self.nodes.items():
-            nodes_of.setdefault(self._origin(value), []).extend(nodes)
-        return {
-            origin: sorted({*nodes}) if len(nodes) > 1 else nodes
-            for origin, nodes in nodes_of.items()
-        }
 
     def multiples_of(self, value: Value) -> list[Value]:
         """The Values that nodes hold and that are a number times the Value, in any shape."""
@@ -278,11 +274,9 @@ class Graph:
         """The Values that the graph returns or writes, and the Values that nothing reads."""
         values = dict[Value, None]()
         for node in self.gm.graph.nodes:
-            if node.op == "output":
-                readings = [self.readings.get(node) for node in node.all_input_nodes]
-            else:
-                readings = [] if node.users else [self.readings.get(node)]
-            values |= dict.fromkeys(values_of(readings))
+            if not node.users:
+                nodes = node.all_input_nodes if node.op == "output" else [node]
+                values |= dict.fromkeys(values_of([self.readings.get(node) for node in nodes]))
         return [*values, *self.written.values()]
 
     # -- sizes

@@ -7,7 +7,6 @@ plan and lowers it.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from math import prod
 
 import torch
@@ -132,7 +131,8 @@ class Planner:
             *policy.gamma_assumptions(plan.proposal),
             *self._node_assumptions(plan, {*plan.region, *plan.steps, *_slot_nodes(plan)}),
         ]
-        return replace(plan, compared=compared, assumptions=(*assumptions, *sizes))
+        plan.compared, plan.assumptions = compared, (*assumptions, *sizes)
+        return plan
 
     def _number(self, plan: Plan) -> None:
         """Gives a plan the number of its structure."""
@@ -213,7 +213,7 @@ class Planner:
         plan = self._make_plan(proposal, in_place_claims, caches)
         if in_place_claims is not claims:
             _, last_cache, _ = plan.written_caches[-1]
-            plan = replace(plan, warnings=(HALVES.format(cache=last_cache.name),))
+            plan.warnings = (HALVES.format(cache=last_cache.name),)
         obstacle = self._old_rows_obstacle(plan, caches)
         if obstacle is not None:
             return self._stage(proposal, claims, Staged((obstacle,)))

@@ -232,7 +232,7 @@ class _NearMisses:
         """
         heads = []
         for value in self.projections.values:
-            if _is_layer(value) and not _is_flat(value) and len(value.shape) == 3:
+            if len(value.shape) == 3 and _is_layer(value) and not _is_flat(value):
                 layers, steps = self.layers_above(_rows(value))
                 heads.append((value, list(filter(_is_flat, layers)), steps))
         return heads
