@@ -302,8 +302,7 @@ class Pass:
         """
         rewrites, products, arguments = Rewrites(self.graph.form), list[Value](), list[Value]()
         for plan in plans:
-            for claim in plan.claims:
-                rewrites.add(claim.graph, claim.kernel)
+            rewrites.update(plan.rewrites)
             products += plan.proposal.products
             arguments += plan.values.values()
         return partition_nodes(self.graph, rewrites, products, arguments)

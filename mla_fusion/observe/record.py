@@ -163,7 +163,7 @@ class Record:
 
     def _proof(self, plan: Plan) -> Iterator[str]:
         """Yields why the fusion is exact, one line for each fact."""
-        parts = ", ".join(dict.fromkeys(claim.part for claim in plan.claims))
+        parts = ", ".join(dict.fromkeys(claim.part for claim in plan.rewrites.claims))
         yield (
             f"{parts}: equal to the kernel's in exact arithmetic, {plan.compared} elements at "
             f"{len(POINTS)} random points, wrong by a chance below {CHANCE:.0e}"

@@ -12,7 +12,6 @@ from typing import Any
 
 from torch.fx import Node
 
-from mla_fusion.exact.prove import Claim
 from mla_fusion.fx.walk import nodes_between
 from mla_fusion.graph.form import Value, nearest
 from mla_fusion.graph.read import Graph
@@ -20,6 +19,7 @@ from mla_fusion.plan import modes
 from mla_fusion.plan.caches import InPlace, Staged
 from mla_fusion.plan.outputs import first_nodes, source_nodes
 from mla_fusion.propose.prologue import Proposal
+from mla_fusion.propose.rewrites import Rewrites
 
 _ROWS = {"kv_rows": "c_kv", "kr_rows": "k_pe"}  # report names of rows that no cache takes
 _LEAST = 1e-30  # negligible beside the mean square of any row of bfloat16
@@ -29,7 +29,7 @@ _LEAST = 1e-30  # negligible beside the mean square of any row of bfloat16
 class Plan:
     """Describes one call of ``npu_mla_prolog_v3_functional``.
 
-    claims       proven claims: Values of the graph, and what they are over the results of the call
+    rewrites     what Values of the graph are over the results of the call, by proven claims
     region       the nodes that the call stands for, in order
     replaced     nodes of the region that are read elsewhere, with what they are over the results
     compared     how many elements the proof compared
@@ -41,7 +41,7 @@ class Plan:
     graph: Graph
     proposal: Proposal
     caches: InPlace | Staged
-    claims: list[Claim]
+    rewrites: Rewrites
     region: list[Node]
     replaced: dict[Node, Value]
     compared: int = 0

@@ -143,13 +143,13 @@ class Planner:
         other arguments are made.
         """
         graph, stack = self.graph, [*plan.inputs] if self.graph.assumed else []
-        rewrites, above = Rewrites(graph.form, plan.claims), set[Node]()
+        above = set[Node]()
         registered = sorted(  # steps that change no number, too
             node
             for node in graph.registered
             if node in nodes
             or node in plan.inputs
-            or any(map(rewrites.of, values_of(graph.readings[node])))
+            or any(map(plan.rewrites.of, values_of(graph.readings[node])))
         )
         operators = (operator for node in registered for operator in graph.registered[node])
         for target in dict.fromkeys(operators):
@@ -261,11 +261,12 @@ class Planner:
         graph = self.graph
         if isinstance(caches, InPlace):
             claims = self._read_back(proposal, caches, claims)
+        rewrites = Rewrites(graph.form, claims)
         starts = [node for value in proposal.products for node in holders(graph, value)]
         writers = (_writer(graph, write) for write in caches.writes.values())
         starts += filter(None, writers)
         try:
-            region, replaced = find_region(graph, Rewrites(graph.form, claims), starts)
+            region, replaced = find_region(graph, rewrites, starts)
         except Departure as reason:  # a fused cache operator needs more than the rows
             obstacles = caches.obstacles if isinstance(caches, Staged) else ()
             for obstacle in [cause for cause in obstacles if cause is not PAIRS][:1]:
@@ -275,7 +276,7 @@ class Planner:
         if not replaced:
             detail = f"{len(region)} nodes of the prologue"
             raise Departure("graph.unread", detail, proposal.products)
-        return Plan(graph, proposal, caches, claims, region, replaced)
+        return Plan(graph, proposal, caches, rewrites, region, replaced)
 
     def _read_back(self, proposal: Proposal, caches: InPlace, claims: list[Claim]) -> list[Claim]:
         """Returns the claims with new rows read from the written caches, and claims for the caches.

@@ -6,7 +6,7 @@ Values.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from mla_fusion.exact.prove import Claim
 from mla_fusion.graph.form import MOVES, Form, Value
@@ -25,19 +25,24 @@ def claims_over(
 class Rewrites:
     """Holds what claims say of the graph's Values, and derives it for Values computed from them."""
 
-    def __init__(self, form: Form, claims: Iterable[Claim] = ()) -> None:
-        self._form = form
+    def __init__(self, form: Form, claims: Sequence[Claim] = ()) -> None:
+        self._form, self.claims = form, claims
         self._rewrites: dict[Value, Value | None] = {}
         for claim in claims:
-            self.add(claim.graph, claim.kernel)
+            self._add(claim.graph, claim.kernel)
 
-    def add(self, value: Value, rewrite: Value) -> None:
+    def update(self, other: Rewrites) -> None:
+        """Adds what other claims say, and what was derived from them."""
+        known = ((value, rewrite) for value, rewrite in other._rewrites.items() if rewrite)
+        self._rewrites.update(known)
+
+    def _add(self, value: Value, rewrite: Value) -> None:
         """Adds that ``value`` is ``rewrite``. Numbers in front and reshapes are taken off both."""
         factor, unscaled = self._form.split(value)
         rewrite = self._form.scaled(rewrite, factor.inverse)
         if unscaled.op == "reshape":
             inner = unscaled.sources[0]
-            self.add(inner, self._form.reshape(rewrite, inner.shape))
+            self._add(inner, self._form.reshape(rewrite, inner.shape))
         else:
             self._rewrites[unscaled] = rewrite
 
