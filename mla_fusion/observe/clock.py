@@ -1,10 +1,12 @@
-"""Measures the time of each stage, and sets threads and default device for the pass.
+"""Measures the time of each stage, and sets threads, default device and collector for the pass.
 
-``pipeline.py`` runs all stages inside these settings. They hold for the thread of the pass only.
+``pipeline.py`` runs all stages inside these settings. They hold for the thread of the pass only,
+but for the collector, which is the process's.
 """
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from time import perf_counter
@@ -55,3 +57,19 @@ def use_cpu_threads(count: int) -> Iterator[int]:
     finally:
         if is_changed:
             use_threads(usual)
+
+
+@contextmanager
+def without_collector() -> Iterator[None]:
+    """Stops the garbage collector meanwhile.
+
+    The pass makes many objects and few cycles. For each so many new ones the collector would walk
+    through all that the process holds: torch, the model, other graphs.
+    """
+    is_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if is_on:
+            gc.enable()
