@@ -75,7 +75,9 @@ def _restore(builder: GraphBuilder, node: Node, traced: Any, readers: set[Node])
     if not isinstance(traced, torch.Tensor):
         return
     builder.at(node.next, node.meta)
-    strides, axes = Binding().shape(traced.stride()), range(traced.dim())
+    binding, axes = Binding(), range(traced.dim())
+    binding.admit(traced.shape)  # a stride may have a difference of symbols
+    strides = binding.shape(traced.stride())
     outermost_first = sorted(axes, key=lambda axis: -strides[axis])
     back = [outermost_first.index(axis) for axis in axes]
     in_order = builder.call(aten.permute.default, node, outermost_first)
