@@ -213,7 +213,7 @@ class Binding:
 
     def varies(self, size: Any) -> bool:
         """Returns True if the size may be another number in another run."""
-        return is_symbolic(size) and not isinstance(self.meaning(size), int)
+        return not isinstance(self.meaning(size), int)
 
     @property
     def numbers(self) -> dict[Any, Any]:
@@ -222,8 +222,8 @@ class Binding:
 
     def meaning(self, size: Any) -> Any:
         """Returns a number or an expression: the same for sizes that are equal in every run."""
-        expr = self._expr(size) if is_symbolic(size) else size
-        return int(expr) if getattr(expr, "is_Integer", False) else expr
+        expr = self._expr(size)
+        return int(expr) if expr.is_Integer else expr
 
     def _expr(self, size: Any) -> Any:
         """Returns the expression of a size, with the solutions of equations in it."""
@@ -240,21 +240,22 @@ class Binding:
 
         It is this one if the size is so already, or is an expression of symbols.
         """
-        if not is_symbolic(size) or not self._expr(size).is_symbol:
-            return self
         if self.size(size) >= least and self.size(size) % step == 0:
             return self
         taken = self._numbers.values()
         multiples = (n for n in count(-(-least // step) * step, step) if n not in taken)
-        return self._with_number(self._expr(size), next(multiples))
+        return self.resized(size, next(multiples))
+
+    def resized(self, size: Any, number: int) -> Binding:
+        """Returns this binding with another number for a size that is one symbol."""
+        expr = self._expr(size)
+        return self._with_number(expr, number) if expr.is_symbol else self
 
     def raised(self, size: Any, least: int) -> Binding:
         """Returns a binding in which a symbol of ``size`` is larger: the size is near ``least``.
 
         The symbol gets its largest number if that is less. Returns this one if nothing is larger.
         """
-        if not is_symbolic(size):
-            return self
         now, expr = self.size(size), self._expr(size)
         for symbol in sorted(expr.free_symbols, key=str, reverse=True):  # of [B, S], the length
             if self._at(expr.subs(symbol, symbol + least)) <= now:

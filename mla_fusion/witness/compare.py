@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, cycle
+from itertools import cycle
 from typing import Any
 
 import torch
@@ -185,11 +185,10 @@ class _Witness:
     def run(self, binding: Binding) -> Outcome:
         """Compares at a few tokens. If their number is symbolic, compares at many tokens too."""
         failures = list[Unrunnable]()
-        larger = sizes.larger_bindings(binding, self._x, self._nodes, self._largest_literal)
-        for candidate in chain([binding], larger):
+        for candidate in sizes.bindings(binding, self._x, self._nodes, self._largest_literal):
             try:
                 self._run_at(candidate)
-                if candidate is not binding:
+                if candidate is not binding or self._tokens[-1] >= sizes.MANY:
                     break
             except Unrunnable as error:  # the model does not take so few tokens, or so many
                 failures.append(error)

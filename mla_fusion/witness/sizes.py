@@ -1,7 +1,7 @@
 """Chooses numbers for symbolic sizes, at which ``compare.py`` runs both graphs.
 
 The first run has a few tokens. The second has more tokens than any literal that is compared with
-their count.
+their count. If the axes of known size have many tokens already, there is one run.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from mla_fusion.witness.side import Nodes
 
 Shape = Sequence[Any]
 _STEP = 640  # a size of a cache may have to be a multiple of 16, or of 128
-_MANY = 131  # tokens of the second run: more than any block, and a prime
+MANY = 131  # tokens of the second run: more than any block, and a prime
 _FEWEST = 17  # least size of one axis in that run
 # larger literals are compared with no count; the second limit is for literals beside an arange
 _LITERAL_LIMITS = 600, 8192
@@ -56,30 +56,42 @@ def with_room(binding: Binding, x: Shape, inputs: Iterable[Shape], most: int) ->
     tokens, meaning = math.prod(binding.shape(x[:-1])), binding.meaning
     x_symbols = set().union(*(meaning(size).free_symbols for size in x if binding.varies(size)))
     for shape in inputs:
-        varying = filter(binding.varies, shape)
-        free_sizes = [size for size in varying if x_symbols.isdisjoint(meaning(size).free_symbols)]
+        free_sizes = [
+            size
+            for size in filter(binding.varies, shape)
+            if x_symbols.isdisjoint(meaning(size).free_symbols)
+        ]
         for size in free_sizes[-1:]:
             binding = binding.roomier(size, tokens + most, _STEP)
     return binding
 
 
-def larger_bindings(binding: Binding, x: Shape, nodes: Nodes, most: int) -> Iterator[Binding]:
-    """Yields bindings with more tokens along the last symbolic axis of x.
+def bindings(binding: Binding, x: Shape, nodes: Nodes, most: int) -> Iterator[Binding]:
+    """Yields bindings with a few tokens, then with more along the last symbolic axis of x.
 
-    The first should run, but a model may take only fewer tokens.
+    The first with more should run, but a model may take only fewer tokens. Caches may have rows for
+    three or two sequences alone; with these it begins if sequences are long.
 
     most  the largest literal that is compared with a count; other literals are no multiple of the
           new size, except 1
     """
     token_size = next((size for size in reversed(x[:-1]) if binding.varies(size)), 1)
     other_tokens = math.prod(binding.shape(x[:-1])) // binding.size(token_size)
-    count, literals = max(-(-_MANY // other_tokens), _FEWEST, most + 2), _literals(nodes)
+    fewer = [
+        binding.resized(token_size, number)
+        for number in ((3, 2) if binding.varies(token_size) else ())
+    ]
+    if other_tokens >= MANY:
+        yield from fewer
+    yield binding
+    count, literals = max(-(-MANY // other_tokens), _FEWEST, most + 2), _literals(nodes)
     while any(number > 1 and (number + 1) % count < 3 for number in literals):
         count += 1
     for eighths in range(8, 0, -1):
         larger_binding = binding.raised(token_size, count * eighths // 8)
         if larger_binding is not binding:
             yield larger_binding
+    yield from fewer
 
 
 def largest_literal(nodes: Nodes, of_x: Collection[Node]) -> int:
