@@ -175,15 +175,15 @@ def _has_parts(graph: Graph, pool: Pool) -> bool:
         parts = _merged(pool.taken)
         if whole in parts or not parts:
             return False
+
+        def is_inside(value: Value, run: Run, start: int, parts: list[Run] = parts) -> bool:
+            """Returns True for elements inside a part."""
+            return any(part.holds(run) for part in parts)
+
         if pool.back is not None:
-
-            def is_inside(value: Value, run: Run, start: int, parts: list[Run] = parts) -> bool:
-                """Returns True for elements inside a part."""
-                return any(part.holds(run) for part in parts)
-
             pool.pieces = [*_pieces(pool, graph.written[pool.node], whole, 0, is_inside)]
-        changed = {piece[0] for piece in pool.pieces if pool.is_changed(piece)}
-        missing = {run for run in changed if not any(part.holds(run) for part in parts)}
+        changed = filter(pool.is_changed, pool.pieces)
+        missing = {run for run, value, place in changed if not is_inside(value, run, place)}
         if not missing:
             break
         pool.taken |= missing

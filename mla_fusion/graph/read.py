@@ -276,7 +276,7 @@ class Graph:
         for node in self.gm.graph.nodes:
             if not node.users:
                 nodes = node.all_input_nodes if node.op == "output" else [node]
-                values |= dict.fromkeys(values_of([self.readings.get(node) for node in nodes]))
+                values |= dict.fromkeys(values_of(list(map(self.readings.get, nodes))))
         return [*values, *self.written.values()]
 
     # -- sizes

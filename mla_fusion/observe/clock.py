@@ -30,17 +30,25 @@ class Clock:
 
 
 @contextmanager
-def default_device_cpu() -> Iterator[None]:
-    """Makes new tensors CPU tensors in this thread.
+def on_cpu_without_collector() -> Iterator[None]:
+    """Makes new tensors CPU tensors in this thread, and stops the garbage collector meanwhile.
 
-    Serving stacks change torch's default device, and probes name no device.
+    Serving stacks change torch's default device, and probes name no device. The pass makes many
+    objects and few cycles: for each so many new ones the collector would walk through all that the
+    process holds, such as torch, the model and other graphs.
     """
     try:
         is_elsewhere = torch.get_default_device().type != "cpu"  # makes a tensor on that device
     except Exception:  # this process does not have the device
         is_elsewhere = True
-    with torch.device("cpu") if is_elsewhere else nullcontext():
-        yield
+    is_collecting = gc.isenabled()
+    gc.disable()
+    try:
+        with torch.device("cpu") if is_elsewhere else nullcontext():
+            yield
+    finally:
+        if is_collecting:
+            gc.enable()
 
 
 @contextmanager
@@ -57,19 +65,3 @@ def use_cpu_threads(count: int) -> Iterator[int]:
     finally:
         if is_changed:
             use_threads(usual)
-
-
-@contextmanager
-def without_collector() -> Iterator[None]:
-    """Stops the garbage collector meanwhile.
-
-    The pass makes many objects and few cycles. For each so many new ones the collector would walk
-    through all that the process holds: torch, the model, other graphs.
-    """
-    is_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if is_on:
-            gc.enable()

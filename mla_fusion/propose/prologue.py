@@ -175,6 +175,8 @@ def proposals(
                 by_structure[key] = values, proposal
             if isinstance(proposal, Departure):
                 proposal.site, proposal.score = (*down.layers, *up.layers), 0.75
+            else:
+                projections.key_gammas.add(proposal.arguments["rmsnorm_gamma_ckv"])
             yield proposal
 
 
@@ -510,7 +512,8 @@ class _Joiner:
     def _key_norm(self, latent: int, query_norm: Norm) -> Norm:
         """Returns the norm of the key's latents. Raises Departure if there is none.
 
-        Of parallel layers, those made nearest to the query are tried first.
+        Of parallel layers, those made nearest to the query are tried first, and the first that is
+        no other query's key is taken.
         """
         down, query_columns = self.down, set(query_norm.columns)
         error = Departure("norm.absent", f"no {latent} columns of x are normed", down.roots)
@@ -529,7 +532,7 @@ class _Joiner:
                 except Departure as departure:
                     error = departure
                     continue
-                if norm.gamma.op == "leaf":
+                if norm.gamma.op == "leaf" and norm.gamma not in self.projections.key_gammas:
                     return norm
                 first_norm = first_norm or norm
         if first_norm is None:

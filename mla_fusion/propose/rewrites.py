@@ -33,8 +33,8 @@ class Rewrites:
 
     def update(self, other: Rewrites) -> None:
         """Adds what other claims say, and what was derived from them."""
-        known = ((value, rewrite) for value, rewrite in other._rewrites.items() if rewrite)
-        self._rewrites.update(known)
+        known = other._rewrites.items()
+        self._rewrites |= {value: rewrite for value, rewrite in known if rewrite}
 
     def _add(self, value: Value, rewrite: Value) -> None:
         """Adds that ``value`` is ``rewrite``. Numbers in front and reshapes are taken off both."""

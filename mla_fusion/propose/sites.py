@@ -78,6 +78,8 @@ class Projections:
     sites   by activation, the site of its products
     cones   facts of cones, by structure
     cuts    of the tokens of sites, by their number and by the facts of the cone
+
+    key_gammas  the weights of the norms of keys in proposals
     """
 
     def __init__(self, graph: Graph) -> None:
@@ -94,6 +96,7 @@ class Projections:
         }
         self.cuts: dict[int, dict[ConeFacts, Collection[int]]] = {}
         self.cones: dict[object, ConeFacts] = {}
+        self.key_gammas = set[Value]()
 
     def binding(self, site: Site, copies: int) -> Binding:
         """Returns the binding of a site's tokens.
