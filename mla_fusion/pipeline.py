@@ -30,7 +30,7 @@ from mla_fusion.graph.parameters import used_as_weights
 from mla_fusion.graph.pools import take_apart
 from mla_fusion.graph.read import Graph
 from mla_fusion.machine import compiling_for
-from mla_fusion.observe.clock import Clock, on_cpu_without_collector, use_cpu_threads
+from mla_fusion.observe.clock import Clock, default_device_cpu, use_cpu_threads
 from mla_fusion.observe.record import Record, describe_absence
 from mla_fusion.plan import policy
 from mla_fusion.plan.caches import InPlace
@@ -107,7 +107,7 @@ def run(
             without_modes(),
             without_autocast(),
             compiling_for(config.machine.soc),
-            on_cpu_without_collector(),
+            default_device_cpu(),
             use_cpu_threads(1) as usual,
         ):
             report = _run_or_report_defect(gm, report, builder, usual, boundary)

@@ -1,12 +1,10 @@
-"""Measures the time of each stage, and sets threads, default device and collector for the pass.
+"""Measures the time of each stage, and sets threads and default device for the pass.
 
-``pipeline.py`` runs all stages inside these settings. They hold for the thread of the pass only,
-but for the collector, which is the process's.
+``pipeline.py`` runs all stages inside these settings. They hold for the thread of the pass only.
 """
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from time import perf_counter
@@ -30,25 +28,17 @@ class Clock:
 
 
 @contextmanager
-def on_cpu_without_collector() -> Iterator[None]:
-    """Makes new tensors CPU tensors in this thread, and stops the garbage collector meanwhile.
+def default_device_cpu() -> Iterator[None]:
+    """Makes new tensors CPU tensors in this thread.
 
-    Serving stacks change torch's default device, and probes name no device. The pass makes many
-    objects and few cycles: for each so many new ones the collector would walk through all that the
-    process holds, such as torch, the model and other graphs.
+    Serving stacks change torch's default device, and probes name no device.
     """
     try:
         is_elsewhere = torch.get_default_device().type != "cpu"  # makes a tensor on that device
     except Exception:  # this process does not have the device
         is_elsewhere = True
-    is_collecting = gc.isenabled()
-    gc.disable()
-    try:
-        with torch.device("cpu") if is_elsewhere else nullcontext():
-            yield
-    finally:
-        if is_collecting:
-            gc.enable()
+    with torch.device("cpu") if is_elsewhere else nullcontext():
+        yield
 
 
 @contextmanager
