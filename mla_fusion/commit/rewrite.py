@@ -16,7 +16,7 @@ from torch.fx import Node
 from mla_fusion.compat import take_name
 from mla_fusion.fx import memory
 from mla_fusion.fx.build import GraphBuilder
-from mla_fusion.fx.walk import INPUTS, is_in_last_copies, reached
+from mla_fusion.fx.walk import INPUTS, reached
 from mla_fusion.fx.workplace import copied
 from mla_fusion.graph.form import Value, nearest
 from mla_fusion.graph.lower import Lowering
@@ -74,6 +74,7 @@ class Writer:
         old_graph = self.graph.gm.graph
         for node in old_graph.find_nodes(op="placeholder"):
             self.b.value(node)
+        late = sorted(self.partition.replaced, reverse=True)
         for node in old_graph.nodes:
             if node.op == "output":
                 self._write_hidden_caches()
@@ -81,11 +82,9 @@ class Writer:
                 # calls must read the memory before it is written
                 for plan in self._readers.get(self.graph.base(node.args[0]), ()):
                     self._call(plan)
-                # and so must all that will be read later
-                replaced, is_last = self.partition.replaced, is_in_last_copies(node)
-                for read in old_graph.output_node().all_input_nodes if is_last else replaced:
-                    if read in replaced and read < node:
-                        self.write_replaced(read)
+                # and so must all that may be read later
+                while late and late[-1] < node:
+                    self.write_replaced(late.pop())
             if node in self.partition.kept:
                 self.b.value(node)
 

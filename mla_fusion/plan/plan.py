@@ -54,7 +54,7 @@ class Plan:
         """Returns the nodes of the products, in order."""
         return first_nodes(self.graph, self.proposal.products)
 
-    @property
+    @cached_property
     def values(self) -> dict[str, Value]:
         """Returns the arguments that are Values, by name, with the slots as ``cache_index``."""
         arguments = {
@@ -66,7 +66,7 @@ class Plan:
             arguments["cache_index"] = self.caches.slots
         return arguments
 
-    @property
+    @cached_property
     def results(self) -> dict[str, Value]:
         """Returns the Values that stand for results, by name.
 
@@ -98,7 +98,7 @@ class Plan:
         """Returns the number of tokens, which may be symbolic."""
         return self.graph.unbound(self.proposal.x.shape[0])
 
-    @property
+    @cached_property
     def dims(self) -> dict[str, Any]:
         """Returns the sizes of the axes, by the names of the operator's documents."""
         arguments = self.proposal.arguments
@@ -122,7 +122,7 @@ class Plan:
         arguments = self.proposal.arguments
         return arguments.get("weight_quant_mode", 0), arguments.get("kv_cache_quant_mode", 0)
 
-    @property
+    @cached_property
     def attributes(self) -> dict[str, Any]:
         """Returns the keyword attributes of the call.
 

@@ -141,7 +141,7 @@ class Proposal:
             [Claim(claim.part, new(claim.graph), new(claim.kernel)) for claim in own_claims]
             for own_claims in (self.claims, self.optional_claims)
         )
-        return replace(
+        proposal = replace(
             self,
             x=new(self.x),
             arguments={name: new(argument) for name, argument in self.arguments.items()},
@@ -150,6 +150,9 @@ class Proposal:
             optional_claims=optional_claims,
             products=list(map(new, self.products)),
         )
+        key, values = self.numbered
+        proposal.numbered = key, [substitutes[value] for value in values]
+        return proposal
 
 
 def proposals(
