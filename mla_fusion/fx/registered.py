@@ -57,8 +57,8 @@ def register_operator(op: Any, decomposition: Callable[..., Any] | None, *exampl
 
     Raises TypeError if ``op`` is no operator, or if the function takes other arguments. Raises
     ValueError for an operator of torch's or torch_npu's, for one that writes into an argument, and
-    if the function fails on the example or its results differ by more than 1e-2 of the largest
-    number, or the example has no numbers to compare. A function registered before then stays.
+    if one of the two fails on the example or their results differ by more than 1e-2 of the largest
+    number, or are no numbers but zeros. A function registered before then stays.
     """
     overload = _overload(op)
     _DIFFERENCES.pop(overload, None)
@@ -81,7 +81,10 @@ def register_operator(op: Any, decomposition: Callable[..., Any] | None, *exampl
         )
     _check_arguments(overload, decomposition)
     if example:
-        _compare(overload, decomposition, example, {})
+        results = _compare(overload, decomposition, example, {})
+        numbers = (result.to(torch.complex128).nan_to_num(0, 0, 0) for result in results)
+        if not any(map(torch.any, numbers)):
+            raise ValueError(f"{overload}: the example has no numbers to compare")
     _FUNCTIONS[overload] = decomposition
 
 
@@ -124,15 +127,19 @@ def _compare(
     decomposition: Callable[..., Any],
     example: tuple[Any, ...],
     options: Mapping[str, Any],
-) -> None:
-    """Raises ValueError if the function gives other results than the operator for an example."""
-    with torch.no_grad():
-        expected = tree_leaves(overload(*example, **options))
-        try:
-            actual = tree_leaves(decomposition(*example, **options))
-        except Exception as error:
-            detail = f"its decomposition fails on the example: {type(error).__name__}: {error}"
-            raise ValueError(f"{overload}: {detail}") from error
+) -> list[Tensor]:
+    """Returns the operator's results for an example. Raises ValueError if the function gives
+    others.
+    """
+    try:
+        with torch.no_grad():
+            expected, actual = (
+                tree_leaves(function(*example, **options)) for function in (overload, decomposition)
+            )
+    except Exception as error:
+        raise ValueError(
+            f"{overload} or its decomposition fails on the example: {type(error).__name__}: {error}"
+        ) from error
     if len(expected) != len(actual):
         raise ValueError(
             f"{overload} gives {len(expected)} results, its decomposition {len(actual)}"
@@ -150,8 +157,7 @@ def _compare(
                 f"{overload}, result {place}: its decomposition is off by {deviation:.2g} of "
                 f"the largest number, more than {_TOLERANCE}"
             )
-    if not any(want.numel() for want in expected):
-        raise ValueError(f"{overload}: the example has no numbers to compare")
+    return expected
 
 
 def _relative_error(want: Tensor, got: Tensor) -> float:

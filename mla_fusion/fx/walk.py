@@ -109,8 +109,3 @@ views_and_casts = _through(is_view, is_cast)
 views_and_writers = _through(is_view, is_writer)
 # to the memory that was written
 views_and_writes = _through(is_view, is_mutating)
-
-
-def peel(node: Node) -> Node:
-    """Returns the node that computes a value, without views and casts among a model's floats."""
-    return origin(node, views_and_model_casts)

@@ -291,12 +291,11 @@ class Planner:
         }
         written = [write.value.sources[1:] for write in caches.writes.values()]
         # a part of a cache, too, that is written on the way to the whole
-        writes = [
-            value
+        cache_claims = [
+            Claim("cache", value, value)
             for value in self.projections.sites[proposal.x].writes
             if value.sources[1:] in written
         ]
-        cache_claims = [Claim("cache", value, value) for value in writes]
         return [*claims_over(form, claims, rows), *cache_claims]
 
     def _stage(self, proposal: Proposal, claims: list[Claim], caches: Staged) -> Plan:

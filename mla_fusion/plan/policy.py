@@ -146,10 +146,11 @@ def _is_power_of_two(number: Number) -> bool:
 
 
 def _is_statistic(reading: object) -> bool:
-    """Returns True if the reading is a mean of squares, or a power of one."""
-    if not isinstance(reading, Value) or reading.shape[-1:] != (1,):
+    """Returns True if the reading is squares, a mean of squares, or a power of one."""
+    if not isinstance(reading, Value):
         return False
     inner = reading
     while inner.op in ("product", "sum", "reshape") and len(inner.sources) == 1:
         inner = inner.sources[0]
-    return inner.op == "reduce"
+    is_square = reading.op == "product" and reading.literal[0] == (2,)
+    return is_square or inner.op == "reduce"

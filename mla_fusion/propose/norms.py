@@ -153,6 +153,6 @@ def _epsilon_candidates(site: Site, value: Value, size: int) -> Iterator[Fractio
         constant = radicand.literal[1]
         for square in squares:
             for epsilon in (constant * square / size, constant * square):
-                if 0 < epsilon < 1:
+                if 0 < epsilon != 1:  # 1 cannot be probed
                     yield epsilon
     yield Fraction(0)

@@ -25,7 +25,7 @@ from mla_fusion.compile.dynamo import naming, specialise
 from mla_fusion.compile.hook import torchair_pass
 from mla_fusion.config import Config
 from mla_fusion.fx.kinds import count_operators, op_name
-from mla_fusion.fx.walk import peel
+from mla_fusion.fx.walk import origin, views_and_model_casts
 from mla_fusion.machine import compiling_for
 from mla_fusion.meta.prolog import CACHES, V3, V3_FUNCTIONAL
 from mla_fusion.report.report import Report
@@ -221,7 +221,7 @@ def _correct_placements(report: Report, lowered: Graph) -> None:
         is_functional = op_name(call).endswith("_functional")
         if not is_functional or fusion.placement != "in place":
             continue
-        caches = (peel(call.args[at]) for at in _CACHES)
+        caches = (origin(call.args[at], views_and_model_casts) for at in _CACHES)
         inputs = sorted(cache.name for cache in caches if cache.op == "placeholder")
         if inputs:
             placement = (

@@ -70,9 +70,7 @@ def through(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class Prologue(nn.Module):
-    """Weights, and the attention core that reads what the prologue makes. Subclasses spell
-    ``prologue``.
-    """
+    """Weights, and the attention core that reads the results. Subclasses spell ``prologue``."""
 
     norm: type[HfNorm] = HfNorm
 

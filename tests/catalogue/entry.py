@@ -160,9 +160,7 @@ def misses(tags: str, table: dict[str, tuple[Methods, str]]) -> None:
 def step(
     method: str, *outcome: str, tags: str, source: str = OURS, heads: int = 2, **fields: Any
 ) -> Callable[[Any], Any]:
-    """Puts the base prologue with another ``method`` into the catalogue, under the name of the
-    function.
-    """
+    """Puts the base prologue with another ``method`` into the catalogue, named by the function."""
 
     def register(body: Any) -> Any:
         model = based(body.__name__, heads, **{method: body})

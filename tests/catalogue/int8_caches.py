@@ -1,6 +1,4 @@
-"""int8 prologues with int8 caches: a scale for each channel, or rows packed with a scale for each
-tile.
-"""
+"""int8 prologues with int8 caches: a scale for each channel, or rows packed with tile scales."""
 
 from __future__ import annotations
 

@@ -67,6 +67,17 @@ class LowPrecision(Base):
     norm = Bf16Norm
 
 
+class Bf16Squares(HfNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        mean = x.pow(2).float().mean(-1, keepdim=True)
+        return self.weight * (x.float() * torch.rsqrt(mean + self.eps)).to(x.dtype)
+
+
+@miss("norm.low_precision", tags="norm")
+class LowPrecisionSquares(Base):
+    norm = Bf16Squares
+
+
 class ClampedNorm(HfNorm):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x).clamp(-4, 4)

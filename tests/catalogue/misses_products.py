@@ -1,6 +1,4 @@
-"""Near misses: one thing is wrong with a projection, with the product with W_uk, or with who reads
-them.
-"""
+"""Near misses: one thing is wrong with a projection, with the product with W_uk, or a reader."""
 
 from __future__ import annotations
 

@@ -112,9 +112,7 @@ class KeyCountedOneLater(CountedPositions):
 
 
 def turned(order: str) -> Any:
-    """Rotation by a 2x2 matrix with its entries [[a, b], [c, d]] given as "abcd" of c, s, -s
-    (n).
-    """
+    """Rotation by a 2x2 matrix of entries [[a, b], [c, d]] given as "abcd" of c, s, -s (n)."""
 
     def rotate(self: Any, x: Tensor, c: Tensor, sn: Tensor) -> Tensor:
         entries = {"c": half(c), "s": half(sn), "n": -half(sn)}

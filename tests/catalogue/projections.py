@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .base import DR, HCKV, HCQ, HE, Base, D, attend, linear
+from .base import DR, HCKV, HCQ, HE, Base, D, attend, linear, paged_args, paged_caches
 from .entry import IN_PLACE, OURS, entry
 
 
@@ -181,6 +181,31 @@ class IndexerBeside(Base):
 
     def extra(self, c_q_raw: Tensor, c_q: Tensor, k_pe: Tensor) -> Tensor:
         return self.wq_b(c_q)
+
+
+def two_paged_args() -> tuple[Tensor, ...]:
+    return *paged_args(), *paged_caches()
+
+
+@entry(IN_PLACE, IN_PLACE, source=OURS, tags="weights, device", args=two_paged_args)
+class TwoOnOneX(nn.Module):
+    """Two attentions of one x, each with its key behind its query."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Base(), Base()])
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, *args: Tensor) -> tuple[Tensor, ...]:
+        c, s, slots = cos.unsqueeze(1), sin.unsqueeze(1), args[2]
+        results: list[Tensor] = []
+        for layer in self.layers:
+            q_nope, q_pe = layer.split(layer.q_b_proj(layer.q_a_layernorm(layer.q_a_proj(x))))
+            query = layer.absorb(q_nope), layer.rotate(q_pe, c, s)
+            results += *query, *layer.latent(x)
+        for layer, k, caches in zip(self.layers, (2, 6), (args[:2], args[3:]), strict=True):
+            k_pe = layer.rotate(results[k + 1].unsqueeze(1), c, s).squeeze(1)
+            layer.write(*caches, slots, results[k], k_pe)
+        return *results[:2], *results[4:6]
 
 
 class WideLinear(nn.Linear):

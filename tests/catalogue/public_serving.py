@@ -1,6 +1,4 @@
-"""Absorbed prologues as public serving and training stacks write them, each in this project's
-words.
-"""
+"""Absorbed prologues as public serving and training stacks write them, in our own words."""
 
 from __future__ import annotations
 

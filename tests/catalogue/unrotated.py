@@ -1,6 +1,4 @@
-"""Prologues without RoPE (Kimi-K3): the kernel's rotation by cos = 1 and sin = 0 hands the columns
-on.
-"""
+"""Prologues without RoPE (Kimi-K3): the kernel's rotation by cos = 1, sin = 0 changes nothing."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""``DistributedDataParallel``: its splitter of graphs asks the first call of each part for fake
-results.
-"""
+"""``DistributedDataParallel``: its splitter asks the first call of each part for fake results."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The hook in Inductor: it compiles, runs, and its caches never give a graph of another
-configuration.
-"""
+"""The hook in Inductor: it compiles, runs, and no cache gives a graph of another configuration."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Our converters against torchair's own, on the real torchair: the GE protos must agree node by
-node.
-"""
+"""Our converters against torchair's own, on the real torchair: GE protos agree node by node."""
 
 from collections.abc import Callable, Iterator
 from typing import Any

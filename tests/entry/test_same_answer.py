@@ -1,6 +1,4 @@
-"""``mla-fusion explain`` and the backend say the same of one graph, whatever the shape of its
-caches.
-"""
+"""``mla-fusion explain`` and the backend say the same of one graph, whatever its caches are."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""GE graphs as networkx graphs, compared as wirings, and the call that somebody would write by
-hand.
-"""
+"""GE graphs as networkx graphs, compared as wirings, and the call as one writes it by hand."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""However the graph was captured: make_fx real, fake and symbolic; no decompositions and core
-ATen's.
-"""
+"""However the graph was captured: make_fx real, fake, symbolic; no decompositions, core ATen's."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The fused layer, lowered by the real torchair, equals the same layer with the call written by
-hand.
-"""
+"""The fused layer, lowered by the real torchair, equals the layer with the call by hand."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Head counts that a release refuses: heads of zeros are added to the weights, and the results cut
-back.
-"""
+"""Head counts that a release refuses: heads of zeros are added to weights, and cut off again."""
 
 from __future__ import annotations
 

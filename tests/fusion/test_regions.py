@@ -1,6 +1,4 @@
-"""Layers traced once and called, and bodies under a switched-off mode: their prologues fuse as any
-other.
-"""
+"""Layers traced once and called, and bodies under a switched-off mode: they fuse as any other."""
 
 from __future__ import annotations
 

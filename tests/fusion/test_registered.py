@@ -282,8 +282,9 @@ def test_infinities_are_what_they_are() -> None:
 
 
 def test_an_example_without_numbers_shows_nothing() -> None:
-    with pytest.raises(ValueError, match="no numbers to compare"):
-        mf.register_operator(scaled, by(3.0), torch.ones(0, 4))
+    for example in (torch.ones(0, 4), torch.zeros(4), torch.full((4,), math.nan)):
+        with pytest.raises(ValueError, match="no numbers to compare"):
+            mf.register_operator(scaled, by(3.0), example)
 
 
 class Scaled(base.Base):

@@ -1,6 +1,4 @@
-"""What a fusion takes for granted of the user's own operators: each of whose function it read any
-part.
-"""
+"""What a fusion takes for granted of the user's own operators: each that it read any part of."""
 
 from __future__ import annotations
 

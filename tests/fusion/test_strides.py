@@ -70,6 +70,23 @@ def test_results_leave_the_graph_with_the_strides_of_the_model(turned: bool, dyn
     assert [value.stride() for value in found] == [value.stride() for value in wanted]
 
 
+class Behind(Gives):
+    """The tokens behind the rows of a prefix: their number is a difference of two symbols."""
+
+    def forward(self, prefix: Tensor, *args: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        n = len(prefix)
+        x, cos, sin, kv, kr, slots = args
+        return super().forward(x[n:], cos[n:], sin[n:], kv, kr, slots[n:])
+
+
+def test_strides_of_tokens_that_are_a_difference() -> None:
+    model, args = Behind(lambda q: q), (torch.ones(3), *base.paged_args())
+    wanted = harness.eager(model, harness.clones(args))
+    found = harness.compiled(model, harness.clones(args), mf.backend(), True)
+    assert len(mf.reports()[-1].fused) == 1
+    assert [value.stride() for value in found] == [value.stride() for value in wanted]
+
+
 def test_results_may_leave_the_graph_as_the_kernel_leaves_them() -> None:
     found = harness.compiled(
         Gives(lambda q: q), base.paged_args(), mf.backend(mf.Config(strides="kernel"))

@@ -206,10 +206,11 @@ def by_token(m: Calls, *args: Tensor) -> Any:
     return m.prologue(*(each.flatten(0, 1) for each in (x, cos, sin)), kv, kr, slots.flatten())
 
 
-def test_batches_and_lengths_that_change() -> None:
-    """Automatic dynamic shapes: two symbols for each tensor, which guards make equal."""
+@pytest.mark.parametrize("shapes", [((2, 4), (3, 5), (4, 2)), ((2, 16), (3, 16), (4, 16))])
+def test_batches_and_lengths_that_change(shapes: tuple[tuple[int, int], ...]) -> None:
+    """Automatic dynamic shapes: a symbol or two for each tensor, which guards make equal."""
     calls, before = [], len(mf.reports())
-    for sizes in ((2, 4), (3, 5), (4, 2)):
+    for sizes in shapes:
         args = enumerate(base.paged_args(sizes[0] * sizes[1]))
         calls.append(tuple(a if k in (3, 4) else a.unflatten(0, sizes) for k, a in args))
     compare(Calls(by_token), calls, 1, dynamic=None)

@@ -1,6 +1,4 @@
-"""Constructors keep what is computed: random chains of steps, each step done to Values and to
-tensors.
-"""
+"""Constructors keep what is computed: random chains of steps, done to Values and to tensors."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""What one release, SoC or path takes and another does not: each rule with a call on both sides of
-it.
-"""
+"""What one release, SoC or path takes and another does not: for each rule a call on both sides."""
 
 from __future__ import annotations
 

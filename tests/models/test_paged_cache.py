@@ -1,6 +1,4 @@
-"""MlaPagedCache beside the dynamic cache of transformers: the same tokens after the same
-operations.
-"""
+"""MlaPagedCache beside the dynamic cache of transformers: the same tokens after each operation."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Two processes over gloo: the example asserts the tokens, here is what each rank says about its
-graph.
-"""
+"""Two processes over gloo: the example asserts the tokens, the test what each rank says."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""A pass is seen by no other thread, and does not depend on what a process has chosen for all of
-them.
-"""
+"""A pass is seen by no other thread, and depends on no choice that is made for all of them."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The benchmarks run: every engine still finds every layer (it asserts so itself). No time is
-judged here.
-"""
+"""The benchmarks run: every engine still finds every layer. No time is judged here."""
 
 import json
 import os

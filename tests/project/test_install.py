@@ -1,6 +1,4 @@
-"""What pip would install beside a torch and a torch_npu that work: this package, and neither of
-them.
-"""
+"""What pip would install beside a torch and a torch_npu that work: this package alone."""
 
 from __future__ import annotations
 

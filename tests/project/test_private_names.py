@@ -1,6 +1,4 @@
-"""Private names of torch, torch_npu and torchair stand in ``mla_fusion/compat.py``, and nowhere
-else.
-"""
+"""Private names of torch, torch_npu and torchair stand in ``mla_fusion/compat.py`` alone."""
 
 from __future__ import annotations
 

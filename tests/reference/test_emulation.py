@@ -1,6 +1,4 @@
-"""CPU kernels of the NPU operators of unfused graphs, against float64 formulas and hand-placed
-rows.
-"""
+"""CPU kernels of the NPU operators of unfused graphs, against float64 and hand-placed rows."""
 
 from __future__ import annotations
 

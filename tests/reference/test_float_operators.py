@@ -1,6 +1,4 @@
-"""CPU kernels of the operators that quantise to float formats and multiply in them, against
-float64.
-"""
+"""CPU kernels of operators that quantise to float formats or multiply in them, against float64."""
 
 from __future__ import annotations
 

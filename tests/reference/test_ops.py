@@ -1,6 +1,4 @@
-"""Registration of the ``npu::`` operators: schemas, opcheck, functionalisation, making way for
-torch_npu.
-"""
+"""Registration of the ``npu::`` operators: schemas, opcheck, functionalisation, torch_npu."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The unquantised prologue against an independent float64 formula and against its own rounding
-points.
-"""
+"""The unquantised prologue against a float64 formula and against its own rounding points."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""``mla-fusion selftest`` on the CPU kernels: everything passes, and what is broken on purpose is
-found.
-"""
+"""``mla-fusion selftest`` on the CPU kernels: all passes, and what is broken is found."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Python numbers that take part in a weight, under dynamic shapes: they become inputs of the
-packing.
-"""
+"""Python numbers that are part of a weight, under dynamic shapes: they become inputs of packing."""
 
 from __future__ import annotations
 

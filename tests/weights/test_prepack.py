@@ -1,6 +1,4 @@
-"""``mf.prepack``: parameters are views of their packed weights before anything is compiled, and
-stay so.
-"""
+"""``mf.prepack``: parameters are views of packed weights before compilation, and stay so."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""What the wheel wants of CANN, and stand-ins for symbols of every kind, on small libraries made
-here.
-"""
+"""What the wheel wants of CANN, and stand-ins for symbols of every kind, on small libraries."""
 
 import subprocess
 from pathlib import Path

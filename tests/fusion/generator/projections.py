@@ -1,6 +1,4 @@
-"""``x W^T`` for a weight stored [out, in], as models write it; and how a product's columns are
-parted.
-"""
+"""``x W^T`` for a weight stored [out, in], as models write it; how columns are parted."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Whole programs in which one memory, weight or table plays two roles, or a weight hangs on the
-data.
-"""
+"""Programs in which one memory, weight or table plays two roles, or a weight hangs on data."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Regions within the graph: autocast, checkpoints, branches; and an attack that hides in one of
-them.
-"""
+"""Regions within the graph: autocast, checkpoints, branches; an attack hides in one of them."""
 
 from __future__ import annotations
 
