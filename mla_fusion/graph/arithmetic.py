@@ -19,7 +19,7 @@ from mla_fusion.graph.form import Value, broadcast
 from mla_fusion.graph.numbers import MINUS_ONE, number
 
 
-@operator("add", "sub", "subtract", "rsub")
+@operator("add", "sub", "rsub")
 def _(c: Call, x: Any, other: Any, alpha: Any = 1) -> Any:
     augend, addend = c.value(x), c.value(other)
     if c.name == "rsub":
@@ -30,12 +30,12 @@ def _(c: Call, x: Any, other: Any, alpha: Any = 1) -> Any:
     return c.sum([(1, augend), (times if c.name == "add" else -times, addend)])
 
 
-@operator("neg", "negative")
+@operator("neg")
 def _(c: Call, x: Any) -> Any:
     return c.product([(x, 1)], MINUS_ONE)
 
 
-@operator("mul", "multiply")
+@operator("mul")
 def multiply(c: Call, x: Any, other: Any) -> Any:
     """The product of two operands; "and" of booleans."""
     if isinstance(x, Pair):
@@ -67,7 +67,7 @@ def _complex_product(c: Call, x: Pair, other: Any) -> Pair:
     )
 
 
-@operator("div", "divide", "true_divide", "floor_divide")
+@operator("div", "floor_divide")
 def _(c: Call, x: Any, other: Any, rounding_mode: str | None = None) -> Any:
     dividend, denominator = c.value(x), _factor(c, other)
     if c.name == "floor_divide" or rounding_mode:
@@ -112,7 +112,7 @@ def _(c: Call, x: Value, other: Any) -> Value:
     return c.product([(x, 1)], number(1 << _integer(c, other)))
 
 
-@operator("bitwise_and", "__and__")
+@operator("bitwise_and")
 def _(c: Call, x: Any, other: Any) -> Value:
     """A mask of ``2 ** n - 1`` is a remainder; "and" of booleans. Raises Departs for other
     masks.
@@ -125,7 +125,7 @@ def _(c: Call, x: Any, other: Any) -> Value:
     return remainder(c, x, mask + 1)
 
 
-@operator("bitwise_or", "__or__")
+@operator("bitwise_or")
 def _(c: Call, x: Any, other: Any) -> Value:
     """The sum of a multiple of ``2 ** n`` and a smaller number. Raises Departs for others."""
     values = c.value(x), c.value(other)
@@ -171,7 +171,7 @@ def _(c: Call, x: Value) -> Value:
     return c.function(c.name, x)
 
 
-@operator("relu", "abs", "absolute")
+@operator("relu", "abs")
 def _(c: Call, x: Any) -> Value:
     if x.active and bounds.least(x) >= 0:
         return x

@@ -17,7 +17,10 @@ from mla_fusion.fx.kinds import signature
 from mla_fusion.graph.call import RULES, Size, name_of, rule_names_of
 from mla_fusion.graph.form import Value
 
-_COMPOSED = frozenset(("einsum", "repeat_interleave", "tile"))
+_COMPOSED = frozenset(  # other names of operators with a rule, too
+    "einsum repeat_interleave tile numpy_T mT matrix_H adjoint subtract negative multiply divide "
+    "true_divide __and__ __or__ absolute clip concat concatenate".split()
+)
 _DECOMPOSITIONS: dict[object, GraphModule | None] = {}
 
 

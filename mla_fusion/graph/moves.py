@@ -52,10 +52,8 @@ def _(c: Call, x: Value, dims: Sequence[int]) -> Value:
     return c.form.permute(x, dims)
 
 
-@operator("t", "t_copy", "numpy_T", "mT", "matrix_H", "adjoint")
+@operator("t", "t_copy")
 def _(c: Call, x: Value) -> Value:
-    if c.name == "numpy_T":
-        return c.form.permute(x, range(len(x.shape))[::-1])
     return c.form.transposed(x) if len(x.shape) > 1 else x
 
 
@@ -103,10 +101,14 @@ _SPLITS = "split split_with_sizes chunk tensor_split unsafe_split unsafe_chunk"
 
 @operator(*_SPLITS.split(), "split_copy", "split_with_sizes_copy")
 def _(c: Call, x: Value, dim: int = 0, **_: Any) -> list[Value]:
+    sizes = tuple([shape[dim] for shape in c.shape])
+    if sum(sizes) != x.shape[dim]:  # one of them is a difference: a symbol of its own
+        first = _first_entries(c.form, x, dim % len(x.shape), sizes[0])
+        return [first, *c.opaque(sizes, [x])[1:]]
     parts, start = list[Value](), 0
-    for shape in c.shape:
-        parts.append(c.form.slice(x, dim, start, start + shape[dim]))
-        start += shape[dim]
+    for size in sizes:
+        parts.append(c.form.slice(x, dim, start, start + size))
+        start += size
     return parts
 
 
@@ -115,7 +117,7 @@ def _(c: Call, x: Value, dim: int = 0) -> list[Value]:
     return [c.form.select(x, dim, place) for place in range(x.shape[dim])]
 
 
-@operator("cat", "concat", "concatenate")
+@operator("cat")
 def _(c: Call, tensors: Sequence[Value], dim: int = 0) -> Value:
     parts = [tensor for tensor in tensors if tensor.shape != (0,)] or list(tensors)
     return c.form.join(_in_call_dtype(c, parts), dim)

@@ -236,7 +236,7 @@ def _(c: Call, x: Value, decimals: int = 0) -> Value:
     return round_to_integers(c, x)
 
 
-@operator("clamp", "clip", "clamp_min", "clamp_max")
+@operator("clamp", "clamp_min", "clamp_max")
 def clamp(c: Call, x: Value, min: Any = None, max: Any = None) -> Value:
     """A Value clamped to bounds. A floor that no row comes near is left out."""
     limits = min, max

@@ -247,6 +247,19 @@ def test_as_many_tokens_of_each_sequence_as_a_quotient_says(dynamic: bool | None
     assert mf.reports()[-1].fused[0].placement == "in place"
 
 
+def first_part(m: Calls, prefix: Tensor, *args: Tensor) -> Any:
+    x, cos, sin, slots = (
+        each.split([len(prefix), len(each) - len(prefix)])[0] for each in (*args[:3], args[5])
+    )
+    return m.prologue(x, cos, sin, *args[3:5], slots)
+
+
+def test_tokens_that_are_split_at_a_symbol() -> None:
+    calls = [(torch.ones(n), *base.paged_args(t)) for n, t in ((3, 8), (4, 12))]
+    compare(Calls(first_part), calls, 1, dynamic=True)
+    assert mf.reports()[-1].fused[0].placement == "in place"
+
+
 def in_groups(m: Calls, *args: Tensor) -> Any:
     *parts, kv, kr, slots = args
     return m.prologue(*(torch.cat(parts[k : k + 3]) for k in (0, 3, 6)), kv, kr, slots)
