@@ -175,7 +175,7 @@ def _(c: Call, x: Value) -> Value:
 def _(c: Call, x: Any) -> Value:
     if x.active and bounds.least(x) >= 0:
         return x
-    return c.function("abs" if c.name == "absolute" else c.name, x)
+    return c.function(c.name, x)
 
 
 # -- along axes

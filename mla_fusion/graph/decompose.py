@@ -19,7 +19,7 @@ from mla_fusion.graph.form import Value
 
 _COMPOSED = frozenset(  # other names of operators with a rule, too
     "einsum repeat_interleave tile numpy_T mT matrix_H adjoint subtract negative multiply divide "
-    "true_divide __and__ __or__ absolute clip concat concatenate".split()
+    "true_divide __and__ __or__ absolute clip concat concatenate narrow pad take_along_dim".split()
 )
 _DECOMPOSITIONS: dict[object, GraphModule | None] = {}
 

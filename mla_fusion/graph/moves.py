@@ -85,12 +85,6 @@ def _first_entries(form: Form, x: Value, dim: int, count: int) -> Value:
     return form.slice(x, dim, 0, count)
 
 
-@operator("narrow", "narrow_copy")
-def _(c: Call, x: Value, dim: int, start: Any, length: int) -> Value:
-    start += x.shape[dim] if start < 0 else 0
-    return c.form.slice(x, dim, start, start + length)
-
-
 @operator("select", "select_copy")
 def _(c: Call, x: Value, dim: int, index: int) -> Value:
     return c.form.select(x, dim, index)
@@ -222,15 +216,13 @@ def _(c: Call, x: Value, repeats: Sequence[int]) -> Value:
     return c.form.reshape(c.form.expand(c.form.reshape(x, ones), counts), c.shape)
 
 
-@operator("constant_pad_nd", "pad")
-def _(c: Call, x: Value, pad: Sequence[int], value: Any = 0, mode: str = "constant") -> Value:
-    if mode != "constant":
-        raise Departs
+@operator("constant_pad_nd")
+def _(c: Call, x: Value, pad: Sequence[int], value: Any = 0) -> Value:
     for place in range(0, len(pad), 2):
         axis = len(x.shape) - 1 - place // 2
         before, after = pad[place : place + 2]
         x = c.form.slice(x, axis, max(0, -before), x.shape[axis] - max(0, -after))
-        fill = c.form.cast(c.value(value or 0), x.dtype)
+        fill = c.form.cast(c.value(value), x.dtype)
         sizes = ((*x.shape[:axis], max(0, size), *x.shape[axis + 1 :]) for size in (before, after))
         left, right = (c.form.expand(fill, shape) for shape in sizes)
         x = c.form.join([left, x, right], axis)
@@ -280,20 +272,17 @@ def _(c: Call, weight: Value, indices: Value, **_: Any) -> Value:
     return c.form.gather(weight, 0, indices)
 
 
-@operator("gather", "take_along_dim")
-def _(c: Call, x: Value, index: Value | None = None, dim: int = 0, **options: Any) -> Value:
+@operator("gather")
+def _(c: Call, x: Value, dim: int, index: Value, **_: Any) -> Value:
     """Reads whole rows if the index is the same along all axes but ``dim``.
 
     Otherwise it reads single elements of each row, of a matrix along its last axis.
     """
-    index = index if index is not None else options["indices"]
     dim %= len(x.shape)
     if len(index.shape) != len(x.shape):
         raise Departs
     for at, size in enumerate(index.shape):
         if at != dim and size != x.shape[at]:
-            if c.name != "gather":  # its index is broadcast
-                raise Departs
             x = _first_entries(c.form, x, at, size)
     row_index = _row_index(c, index, dim, dim + 1)
     if row_index is not None:
