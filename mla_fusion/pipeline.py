@@ -12,7 +12,6 @@ from time import perf_counter
 
 from torch.fx import Graph as FxGraph
 from torch.fx import GraphModule, Node
-from torch.nn import Module
 
 from mla_fusion.commit import transaction
 from mla_fusion.commit.rewrite import Writer, keep_output_names
@@ -21,7 +20,7 @@ from mla_fusion.compat import HigherOrderOperator, without_autocast, without_mod
 from mla_fusion.config import Config
 from mla_fusion.fx import memory, module_path, strides
 from mla_fusion.fx.build import GraphBuilder, describe_attributes
-from mla_fusion.fx.kinds import attribute, count_operators, word
+from mla_fusion.fx.kinds import attribute, check_graph_module, count_operators, word
 from mla_fusion.fx.normalise import normalised
 from mla_fusion.fx.workplace import workplace
 from mla_fusion.graph.departure import Departure
@@ -132,17 +131,9 @@ def run(
     return report
 
 
-def _check_graph(gm: object) -> None:
+def _check_graph(gm: GraphModule) -> None:
     """Raises TypeError if it is no GraphModule, ValueError if a node has no ``meta["val"]``."""
-    if not isinstance(gm, GraphModule):
-        hint = (
-            "; of a program: program.run_decompositions({}).module()"
-            if hasattr(gm, "module")
-            else ""
-        )
-        if isinstance(gm, Module):
-            hint = "; a module is compiled: torch.compile(model, backend='mla_fusion')"
-        raise TypeError(f"expected a torch.fx.GraphModule, got {type(gm).__name__}{hint}")
+    check_graph_module(gm)
     for node in gm.graph.nodes:
         if node.op in ("placeholder", "call_function") and "val" not in node.meta:
             if not node.users or word(node) == "copy_":  # an unused input, or an assertion

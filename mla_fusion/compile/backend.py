@@ -17,6 +17,7 @@ from mla_fusion.compat import is_saving
 from mla_fusion.compile.boundary import fuse_for_torchair, fuse_with_boundary, warn_once
 from mla_fusion.compile.dynamo import naming, specialise
 from mla_fusion.config import Config
+from mla_fusion.fx.kinds import check_graph_module
 from mla_fusion.pipeline import explain
 from mla_fusion.report import store
 from mla_fusion.report.rejection import CODES, Rejection
@@ -84,11 +85,14 @@ class Backend:
         mode: str | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> Callable[..., Any]:
-        """Returns the compiled graph. Raises NotSaved if torch is to save it."""
+        """Returns the compiled graph. Raises NotSaved if torch is to save it, TypeError for what is
+        no graph.
+        """
         if is_saving():
             raise NotSaved(
                 f"torch.compile(model, backend='mla_fusion').aot_compile: {_NOT_SAVED} {_INDUCTOR}"
             )
+        check_graph_module(gm)
         config = _with_options(self.config, options or {})
         specialise(gm)
         tensors = (value for value in inputs if isinstance(value, torch.Tensor))

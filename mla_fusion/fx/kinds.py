@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
+from torch.nn import Module
 
 from mla_fusion.compat import HigherOrderOperator, OpOverload, has_kernel, overload_name, schema_of
 
@@ -321,6 +322,19 @@ def heeds_strides(node: Node) -> bool:
     if is_random(node):
         return True
     return target.namespace not in _BUILT_IN and torch.Tag.flexible_layout not in target.tags
+
+
+def check_graph_module(gm: object) -> None:
+    """Raises TypeError if it is no GraphModule."""
+    if not isinstance(gm, GraphModule):
+        hint = (
+            "; of a program: program.run_decompositions({}).module()"
+            if hasattr(gm, "module")
+            else ""
+        )
+        if isinstance(gm, Module):
+            hint = "; a module is compiled: torch.compile(model, backend='mla_fusion')"
+        raise TypeError(f"expected a torch.fx.GraphModule, got {type(gm).__name__}{hint}")
 
 
 def count_operators(gm: GraphModule) -> dict[str, int]:

@@ -6,7 +6,7 @@ from collections import Counter
 
 from torch.fx import GraphModule
 
-from mla_fusion.fx.kinds import op_name
+from mla_fusion.fx.kinds import check_graph_module, op_name
 
 _TRANSPARENT = "aten prims npu air higher_order _c10d_functional c10d_functional inductor".split()
 _PRODUCT_AND_WRITES = "the product with W_uk and, in older releases, the cache writes"
@@ -26,8 +26,7 @@ def opaque_operators(gm: GraphModule) -> Counter[str]:
 
     Raises TypeError for what is no graph.
     """
-    if not isinstance(gm, GraphModule):
-        raise TypeError(f"expected a torch.fx.GraphModule, got {type(gm).__name__}")
+    check_graph_module(gm)
     names = filter(None, map(op_name, gm.graph.nodes))
     return Counter(name for name in names if name.partition("::")[0] not in _TRANSPARENT)
 

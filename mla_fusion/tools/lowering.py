@@ -124,6 +124,9 @@ def lower(
     """
     if mode not in torchair_bridge.MODES:
         raise ValueError(f"mode must be one of {', '.join(torchair_bridge.MODES)}, got {mode!r}")
+    for name, flag in (("dynamic", dynamic), ("hook", hook)):
+        if flag not in (True, False, None):
+            raise ValueError(f"{name} must be True or False, got {flag!r}")
     config = Config.given(config)
     at_boundary = config.enable and not hook
     options = torchair_bridge.compiler_config(mode)

@@ -142,3 +142,8 @@ def test_fail_on_recompile() -> None:
         with pytest.raises(RuntimeError, match="recompile"):
             call(run, tokens=7)
     assert len(mf.reports()) == 1
+
+
+def test_the_backend_takes_a_graph_module() -> None:
+    with pytest.raises(TypeError, match="got Linear; a module is compiled"):
+        mf.backend()(torch.nn.Linear(2, 2), [])

@@ -127,6 +127,8 @@ def test_no_operation_is_an_error() -> None:
         mf.lower(lambda x: 3, meta(4))
 
 
-def test_unknown_mode_is_refused() -> None:
+def test_other_modes_and_flags_are_refused() -> None:
     with pytest.raises(ValueError, match="mode must be one of ge, npugraph_ex"):
         mf.lower(torch.neg, meta(4), mode="acl")
+    with pytest.raises(ValueError, match="dynamic must be True or False, got 'yes'"):
+        mf.lower(torch.neg, meta(4), dynamic="yes")  # type: ignore[arg-type]
