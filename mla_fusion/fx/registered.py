@@ -9,6 +9,7 @@ import inspect
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 from uuid import uuid4
 
@@ -237,7 +238,8 @@ def _difference(node: Node, function: Callable[..., Any]) -> str:
     if any(has_kernel(overload.name(), key) for key in _CPU):
         with outside_modes():
             try:
-                example, options = map_arg((node.args, node.kwargs), _drawn)
+                draw = partial(_drawn, torch.Generator().manual_seed(0))
+                example, options = map_arg((node.args, node.kwargs), draw)
                 overload(*example, **options)
             except Exception:  # it needs other inputs, or another device
                 return ""
@@ -248,7 +250,7 @@ def _difference(node: Node, function: Callable[..., Any]) -> str:
     return _DIFFERENCES[overload]
 
 
-def _drawn(node: Node) -> Any:
+def _drawn(generator: torch.Generator, node: Node) -> Any:
     """Returns random numbers for a node's tensor, or the number that its size was traced with."""
     value = node.meta["val"]
     if not isinstance(value, Tensor):
@@ -256,7 +258,7 @@ def _drawn(node: Node) -> Any:
     zeros = torch.zeros([hint_of(size) for size in value.shape], dtype=value.dtype)
     if not value.is_floating_point() or value.dtype.itemsize == 1:
         return zeros
-    return zeros.normal_(generator=torch.Generator().manual_seed(0))
+    return zeros.normal_(generator=generator)
 
 
 def _misfit(node: Node, traced: Graph) -> str:
