@@ -59,7 +59,7 @@ def register_operator(op: Any, decomposition: Callable[..., Any] | None, *exampl
     Raises TypeError if ``op`` is no operator, or if the function takes other arguments. Raises
     ValueError for an operator of torch's or torch_npu's, for one that writes into an argument, and
     if one of the two fails on the example or their results differ by more than 1e-2 of the largest
-    number, or are no numbers but zeros. A function registered before then stays.
+    number, or are all 0, infinite or NaN. A function registered before then stays.
     """
     overload = _overload(op)
     _DIFFERENCES.pop(overload, None)
@@ -82,10 +82,14 @@ def register_operator(op: Any, decomposition: Callable[..., Any] | None, *exampl
         )
     _check_arguments(overload, decomposition)
     if example:
-        results = _compare(overload, decomposition, example, {})
-        numbers = (result.to(torch.complex128).nan_to_num(0, 0, 0) for result in results)
-        if not any(map(torch.any, numbers)):
-            raise ValueError(f"{overload}: the example has no numbers to compare")
+        # a result of zeros, infinities and NaN tells nothing
+        _compare(
+            overload,
+            decomposition,
+            example,
+            {},
+            lambda result: result.to(torch.complex128).nan_to_num(0, 0, 0).any(),
+        )
     _FUNCTIONS[overload] = decomposition
 
 
@@ -128,19 +132,21 @@ def _compare(
     decomposition: Callable[..., Any],
     example: tuple[Any, ...],
     options: Mapping[str, Any],
-) -> list[Tensor]:
-    """Returns the operator's results for an example. Raises ValueError if the function gives
-    others.
+    tells: Callable[[Tensor], Any],
+) -> None:
+    """Raises ValueError if the function gives other results for an example than the operator.
+
+    tells  whether a result of the operator tells anything
     """
-    try:
-        with torch.no_grad():
-            expected, actual = (
-                tree_leaves(function(*example, **options)) for function in (overload, decomposition)
-            )
-    except Exception as error:
-        raise ValueError(
-            f"{overload} or its decomposition fails on the example: {type(error).__name__}: {error}"
-        ) from error
+    results = []
+    for what, function in (("it", overload), ("its decomposition", decomposition)):
+        try:
+            with torch.no_grad():
+                results.append(tree_leaves(function(*example, **options)))
+        except Exception as error:
+            detail = f"{what} fails on the example: {type(error).__name__}: {error}"
+            raise ValueError(f"{overload}: {detail}") from error
+    expected, actual = results
     if len(expected) != len(actual):
         raise ValueError(
             f"{overload} gives {len(expected)} results, its decomposition {len(actual)}"
@@ -158,7 +164,8 @@ def _compare(
                 f"{overload}, result {place}: its decomposition is off by {deviation:.2g} of "
                 f"the largest number, more than {_TOLERANCE}"
             )
-    return expected
+    if not any(map(tells, expected)):
+        raise ValueError(f"{overload}: the example has no numbers to compare")
 
 
 def _relative_error(want: Tensor, got: Tensor) -> float:
@@ -244,7 +251,8 @@ def _difference(node: Node, function: Callable[..., Any]) -> str:
             except Exception:  # it needs other inputs, or another device
                 return ""
             try:
-                _compare(overload, function, example, options)
+                # of zeros for integers it may make zeros
+                _compare(overload, function, example, options, torch.numel)
             except ValueError as error:
                 _DIFFERENCES[overload] = str(error)
     return _DIFFERENCES[overload]

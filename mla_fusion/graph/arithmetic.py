@@ -166,14 +166,9 @@ def _(c: Call, x: Value) -> Value:
     return c.product([(x, _POWERS[c.name])])
 
 
-@operator("sigmoid", "exp", "sin", "cos", "tanh")
+@operator("relu", "abs", "sigmoid", "exp", "sin", "cos", "tanh")
 def _(c: Call, x: Value) -> Value:
-    return c.function(c.name, x)
-
-
-@operator("relu", "abs")
-def _(c: Call, x: Any) -> Value:
-    if x.active and bounds.least(x) >= 0:
+    if c.name in ("relu", "abs") and x.active and bounds.least(x) >= 0:
         return x
     return c.function(c.name, x)
 
@@ -325,15 +320,13 @@ def _(c: Call, x: Pair) -> Value:
 
 @operator("complex")
 def _(c: Call, real: Value, imag: Value) -> Pair:
-    shape = broadcast((real.shape, imag.shape))
-    return Pair(c.form.expand(real, shape), c.form.expand(imag, shape))
+    return Pair(real, imag).each(lambda part: c.form.expand(part, c.shape))
 
 
 @operator("polar")
 def _(c: Call, abs: Value, angle: Value) -> Pair:
     inner = Call(c.form, "polar", c.shape, abs.dtype)
-    parts = [inner.times(abs, inner.function(name, angle)) for name in ("cos", "sin")]
-    return Pair(*parts)
+    return Pair(*(inner.times(abs, inner.function(name, angle)) for name in ("cos", "sin")))
 
 
 @operator("_conj", "conj", "conj_physical", "_conj_physical")
@@ -342,8 +335,8 @@ def _(c: Call, x: Any) -> Any:
 
 
 @operator("real", "imag")
-def _(c: Call, x: Pair) -> Value:
-    return x.real if c.name == "real" else x.imag
+def _(c: Call, x: Pair) -> Any:
+    return getattr(x, c.name)
 
 
 # operators that are applied to the real and the imaginary part alike

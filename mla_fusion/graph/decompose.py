@@ -14,12 +14,12 @@ from torch.fx import Graph, GraphModule
 
 from mla_fusion.compat import OpOverload, decompositions, make_fx, tree_leaves, tree_map
 from mla_fusion.fx.kinds import signature
-from mla_fusion.graph.call import RULES, Size, name_of, rule_names_of
+from mla_fusion.graph.call import RULES, Size, rule_names_of
 from mla_fusion.graph.form import Value
 
 _COMPOSED = frozenset(  # other names of operators with a rule, too
     "einsum repeat_interleave tile numpy_T mT matrix_H adjoint subtract negative multiply divide "
-    "true_divide __and__ __or__ absolute clip concat concatenate narrow pad take_along_dim".split()
+    "true_divide __and__ __or__ absolute clip concat concatenate pad take_along_dim".split()
 )
 _DECOMPOSITIONS: dict[object, GraphModule | None] = {}
 
@@ -32,7 +32,7 @@ def _table() -> dict[Any, Any]:
 
 def is_composed(target: OpOverload) -> bool:
     """True for an operator that torch makes of others, and that is always decomposed."""
-    return name_of(target) in _COMPOSED
+    return signature(target).rule in _COMPOSED
 
 
 def is_known(target: OpOverload) -> bool:
@@ -41,7 +41,7 @@ def is_known(target: OpOverload) -> bool:
     It has a rule, or torch decomposes it, or it is a view, or it is element-wise.
     """
     return (
-        name_of(target).removesuffix("_") in RULES
+        signature(target).rule in RULES
         or is_composed(target)
         or target in _table()
         or target.is_view

@@ -85,6 +85,12 @@ def _first_entries(form: Form, x: Value, dim: int, count: int) -> Value:
     return form.slice(x, dim, 0, count)
 
 
+@operator("narrow", "narrow_copy")
+def _(c: Call, x: Value, dim: int, start: Any, length: int) -> Value:
+    start += x.shape[dim] if start < 0 else 0
+    return c.form.slice(x, dim, start, start + length)
+
+
 @operator("select", "select_copy")
 def _(c: Call, x: Value, dim: int, index: int) -> Value:
     return c.form.select(x, dim, index)
@@ -112,9 +118,13 @@ def _(c: Call, x: Value, dim: int = 0) -> list[Value]:
 
 
 @operator("cat")
-def _(c: Call, tensors: Sequence[Value], dim: int = 0) -> Value:
-    parts = [tensor for tensor in tensors if tensor.shape != (0,)] or list(tensors)
-    return c.form.join(_in_call_dtype(c, parts), dim)
+def concatenate(c: Call, tensors: Sequence[Value], dim: int = 0) -> Value:
+    """The parts in the call's dtype. Beside an active one they lose casts that change no number."""
+    parts = [tensor for tensor in tensors if tensor.shape != (0,)] or tensors
+    parts = [part if part.active else c.form.cast(part, c.dtype) for part in parts]
+    if any(part.active for part in parts):
+        parts = [c.form.bare(part, False) for part in parts]
+    return c.form.join(parts, dim)
 
 
 @operator("stack")
@@ -123,17 +133,7 @@ def _(c: Call, tensors: Sequence[Value], dim: int = 0) -> Value:
     parts = [
         c.form.reshape(tensor, (*tensor.shape[:dim], 1, *tensor.shape[dim:])) for tensor in tensors
     ]
-    return c.form.join(_in_call_dtype(c, parts), dim)
-
-
-def _in_call_dtype(c: Call, parts: Sequence[Value]) -> list[Value]:
-    """The parts of a join in the call's dtype. Beside an active one they lose casts that change no
-    number.
-    """
-    parts = [part if part.active else c.form.cast(part, c.dtype) for part in parts]
-    if any(part.active for part in parts):
-        return [c.form.bare(part, False) for part in parts]
-    return parts
+    return concatenate(c, parts, dim)
 
 
 _IDENTITIES = "clone alias detach contiguous lift_fresh lift_fresh_copy resolve_conj resolve_neg"

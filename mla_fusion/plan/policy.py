@@ -147,9 +147,10 @@ def _is_power_of_two(number: Number) -> bool:
 
 def _is_statistic(reading: object) -> bool:
     """Returns True if the reading is squares, a mean of squares, or a power of one."""
+    if not isinstance(reading, Value):
+        return False
     inner = reading
-    while isinstance(inner, Value) and len(inner.sources) == 1:
-        if inner.op == "product" and inner.literal[0] == (2,):
-            return True
-        inner = inner.sources[0] if inner.op in ("product", "sum", "reshape", "reduce") else None
-    return False
+    while inner.op in ("product", "sum", "reshape") and len(inner.sources) == 1:
+        inner = inner.sources[0]
+    is_square = reading.op == "product" and reading.literal[0] == (2,)
+    return is_square or (inner.op == "reduce" and reading.shape[-1:] == (1,))

@@ -78,7 +78,6 @@ class Projections:
     sites   by activation, the site of its products
     cones   facts of cones, by structure
     cuts    of the tokens of sites, by their number and by the facts of the cone
-
     key_gammas  the weights of the norms of keys in proposals
     """
 

@@ -119,9 +119,13 @@ def test_unknown_they_are_named() -> None:
     assert f"{MINE}.norm.default) is not known" in left.message
 
 
-@pytest.mark.parametrize("function", [None, lambda q, k, cos, sin: (q,)], ids=["none", "unfit"])
+def exchanged(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Any:
+    return roped(q, k, sin, cos)
+
+
+@pytest.mark.parametrize("function", [None, lambda q, k, cos, sin: (q,), exchanged])
 def test_an_unknown_rotation_of_query_and_key_is_named(function: Any) -> None:
-    """Halfway: the norms are registered, the rotation is not, or by a function that does not fit.
+    """Halfway: the norms are registered, the rotation is not, or by one that is wrong.
     It reads the products of both sides, so neither alone leads to it.
     """
     mf.register_operator(norm, normed)

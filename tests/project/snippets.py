@@ -1,6 +1,4 @@
-"""The code and commands that a page shows, run as they stand there, one after the other, in one
-folder.
-"""
+"""The code and commands that a page shows, run as they stand, in order, in one folder."""
 
 from __future__ import annotations
 

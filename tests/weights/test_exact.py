@@ -1,6 +1,4 @@
-"""Float32 norm weights that hold bfloat16 numbers: followed through updates, refused once they hold
-others.
-"""
+"""Float32 norm weights that hold bfloat16 numbers: followed through updates, else refused."""
 
 from __future__ import annotations
 

@@ -86,9 +86,7 @@ def _reason(report: mf.Report) -> str:
 
 
 def compare(case: Case, exact: Result, plain: list[Result], fused: Result) -> str:
-    """What differs beyond rounding, or "". ``plain``: the unfused run, then those on nudged
-    inputs.
-    """
+    """What differs beyond rounding, or "". ``plain``: the unfused run, then on nudged inputs."""
     if len(exact.outputs) != len(fused.outputs):
         return "the number of outputs changed"
     rounding = STEP if any(map(_has_steps, case.graph.graph.nodes)) else ROUNDING
