@@ -23,6 +23,7 @@ from mla_fusion.meta import ContractError, limits
 from mla_fusion.meta.binder import Undecided
 from mla_fusion.meta.check import bound
 from mla_fusion.meta.prolog import V3_FUNCTIONAL
+from mla_fusion.plan.caches import Staged
 from mla_fusion.plan.call import emit_call
 from mla_fusion.plan.plan import Plan
 from mla_fusion.plan.policy import check_functional
@@ -49,6 +50,9 @@ def check_contract(plan: Plan, config: Config, source: Graph) -> tuple[str, ...]
         assumptions = [assumption for size in open_sizes if (assumption := _size_assumption(size))]
     except ContractError as error:
         detail = f"{error.argument}: expected {error.expected}, found {error.found}"
+        if error.argument == "cache_mode" and isinstance(plan.caches, Staged):
+            obstacle = plan.caches.obstacles[0]
+            detail += f"; not in place: [{obstacle.code}] {obstacle.message}"
         value = plan.values.get(error.argument, plan.proposal.x)
         raise Departure(f"contract:{error.code}", detail, [value]) from None
     release = limits(V3_FUNCTIONAL.name, machine.soc, machine.cann, "graph")

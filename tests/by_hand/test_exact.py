@@ -363,8 +363,14 @@ def test_never_proved(name: str) -> None:
 
 
 def test_a_buffer_that_is_written_is_not_decided() -> None:
-    found = mf.audit(*(State(lambda cache, x: cache + x) for _ in range(2)), SQUARE)
-    assert found.equal is None and "give what it writes as an argument" in str(found)
+    for other in (State(torch.add), lambda x: x * 2):
+        found = mf.audit(State(torch.add), other, SQUARE)
+        assert found.equal is None and "give what it writes as an argument" in str(found)
+
+
+def test_the_first_output_that_differs_is_named_with_its_own_error() -> None:
+    (found,) = mf.audit(lambda x: (x * 1.1, x * 3), lambda x: (x, x), SQUARE).findings
+    assert found.message.startswith("output 0 differs by 0.1 on") and not found.line
 
 
 class Embedded(nn.Module):

@@ -35,10 +35,13 @@ def test_block_size_that_the_kernel_refuses_is_staged(monkeypatch: pytest.Monkey
     assert rejection.code.startswith("contract:dims.") and "BlockSize" in rejection.message
 
 
-def test_query_norm_of_a_release_that_gives_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_query_norm_and_rows_of_a_release_that_gives_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(base, "HE", 6144)
     monkeypatch.setattr(prologues, "HE", 6144)
     graph, args = prologues.WithIndexer(), base.paged_args()
     rejection = refused(traced_graph(graph, *args), mf.Config(cann="8.3", verify="off"))
     assert rejection.code == "contract:query_norm_flag" and "CANN 8.3" in rejection.message
     assert mf.fuse(traced_graph(graph, *args), mf.Config(cann="8.5", verify="off")).fused
+    always = mf.Config(cann="8.3", staging="always", verify="off")  # it takes no rows by token
+    rejection = refused(traced_graph(prologues.PagedRotateHalf(), *args), always)
+    assert "found 'TND'; not in place: [config.staging]" in rejection.message
