@@ -213,8 +213,8 @@ class Pass:
                 refusal.site = refusal.site or tuple(proposal.products)  # type: ignore[union-attr]
                 departures.append(refusal)
             self._clock.stop("plan")
-        departures += self._choose_plans([*outcomes])
-        self.plans.sort(key=lambda plan: plan.products[0])
+        self.plans = sorted(outcomes, key=lambda plan: plan.products[0])
+        self._partition = self._partition_by(self.plans)
         for plan in self.plans:
             self._record.add_fusion(plan, outcomes[plan])
         fused = [value for plan in self.plans for value in plan.proposal.products]
@@ -229,22 +229,6 @@ class Pass:
         self._clock.stop("plan")
         if not self.plans and not self.report.rejected:
             self.report.absent = describe_absence(self._projections)
-
-    def _choose_plans(self, plans: list[Plan]) -> list[Departure]:
-        """Chooses plans that can be done together. Returns why the others cannot."""
-        departures = list[Departure]()
-        try:
-            self.plans, self._partition = plans, self._partition_by(plans)
-        except Departure:
-            self.plans = []
-            for plan in plans:  # add one plan at a time
-                try:
-                    self._partition = self._partition_by([*self.plans, plan])
-                    self.plans.append(plan)
-                except Departure as departure:
-                    departure.site = departure.site or tuple(plan.proposal.products)
-                    departures.append(departure)
-        return departures
 
     def _first_cause(self, departure: Departure) -> Departure:
         """Returns ``graph.not_functional`` if a step changes memory that the departure is about.
@@ -287,10 +271,7 @@ class Pass:
         self._clock.stop("rewrite")
 
     def _partition_by(self, plans: list[Plan]) -> Partition:
-        """Returns which nodes stay and which read results, if all these plans are done.
-
-        Raises Departure if they cannot be done together.
-        """
+        """Returns which nodes stay and which read results, if all these plans are done."""
         rewrites, products, arguments = Rewrites(self.graph.form), list[Value](), list[Value]()
         for plan in plans:
             rewrites.update(plan.rewrites)

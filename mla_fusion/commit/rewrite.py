@@ -133,15 +133,11 @@ class Writer:
         return node in self.b.copies or node in self.values
 
     def _copy(self, node: Node) -> Node:
-        """Returns a copy of a node that stays, after copies of what it reads. Raises RuntimeError
+        """Returns a copy of a node that stays, after copies of what it reads. Raises RecursionError
         in a cycle.
         """
-        if node in self._open:
-            raise RuntimeError(f"{node.name} waits for itself")
         self._open.add(node)
         for source in node.all_input_nodes:
-            if source in self._open and not self._is_written(source):
-                raise RuntimeError(f"{source.name} waits for itself")
             if source in self.partition.sizes:
                 self.values[source] = self.b.size(source.meta["val"])
             elif source in self.partition.replaced:

@@ -154,12 +154,6 @@ def _kept_with(graph: Graph, node: Node) -> list[Node]:
     return views + (graph.writers.get(base, []) if base.op == "call_function" else [])
 
 
-def _late_write_departure(graph: Graph, node: Node, reader: Node) -> Departure:
-    """Returns the departure if a reader read a node before the node was written."""
-    detail = f"{node.name} is written after {reader.name} has read it"
-    return departure_at(graph, node, "graph.not_functional", detail)
-
-
 def partition_nodes(
     graph: Graph, rewrites: Rewrites, products: Iterable[Value], arguments: Iterable[Value]
 ) -> Partition:
@@ -170,9 +164,6 @@ def partition_nodes(
     rewrites   what results replace
     products   Values that the calls compute inside
     arguments  arguments of the calls
-
-    Raises Departure if something reads a product that a call keeps inside, or reads memory before
-    it is written.
     """
     parts, inner_products = Partition({}, set(), set()), set(products)
     stack = [
@@ -187,12 +178,9 @@ def partition_nodes(
         node, reader, is_memory = stack.pop()
         if node in parts.kept or node in parts.sizes:
             continue
-        is_stale = (reader, node) in graph.stale
-        # what an input held before it was written is read from the input
-        is_memory = is_memory or (is_stale and graph.base(node).op != "call_function")
+        # what memory held before it was written is read from the memory
+        is_memory = is_memory or (reader, node) in graph.stale
         if node in parts.replaced and not is_memory:
-            if is_stale:
-                raise _late_write_departure(graph, node, reader)
             continue
         if is_size(node):
             parts.sizes.add(node)
@@ -206,8 +194,6 @@ def partition_nodes(
                 rewrite = reading if is_rebuilt else rewrites.of(reading)
                 if rewrite is not None and not _has_known_sizes(graph, rewrite):
                     rewrite = None
-                if rewrite is not None and is_stale:
-                    raise _late_write_departure(graph, node, reader)
                 is_inner = reading in inner_products
                 if rewrite is not None and (
                     is_inner or not _is_step_after_results(graph, rewrites, node, rewrite)
@@ -217,9 +203,6 @@ def partition_nodes(
                         (source, node, False) for source in source_nodes(graph, [rewrite], rewrites)
                     ]
                     continue
-        if is_step and not inner_products.isdisjoint(values_of(graph.readings[node])):
-            detail = f"{reader.name} reads {node.name}, which the kernel keeps to itself"
-            raise departure_at(graph, node, "reader.latent", detail)
         parts.replaced.pop(node, None)
         parts.kept.add(node)
         producers = (producer for producer in node.all_input_nodes if producer not in parts.kept)
