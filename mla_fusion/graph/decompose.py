@@ -17,9 +17,9 @@ from mla_fusion.fx.kinds import signature
 from mla_fusion.graph.call import RULES, Size, rule_names_of
 from mla_fusion.graph.form import Value
 
-_COMPOSED = frozenset(  # other names of operators with a rule, too
+_COMPOSED = frozenset(  # other names of operators with a rule, too; also of integers
     "einsum repeat_interleave tile numpy_T mT matrix_H adjoint subtract negative multiply divide "
-    "true_divide __and__ __or__ absolute clip concat concatenate pad take_along_dim".split()
+    "true_divide __and__ __or__ absolute clip concat concatenate pad take take_along_dim".split()
 )
 _DECOMPOSITIONS: dict[object, GraphModule | None] = {}
 
@@ -54,7 +54,7 @@ def decomposition(target: Any, arguments: dict[str, Any]) -> tuple[Graph, list[V
 
     None if torch has no decomposition, or an operator of it has neither rule nor decomposition.
     """
-    function = target if is_composed(target) else _table().get(target)
+    function = _table().get(target, target if is_composed(target) else None)
     if function is None:
         return None
     leaves = tree_leaves(arguments)

@@ -279,8 +279,6 @@ def _(c: Call, x: Value, dim: int, index: Value, **_: Any) -> Value:
     Otherwise it reads single elements of each row, of a matrix along its last axis.
     """
     dim %= len(x.shape)
-    if len(index.shape) != len(x.shape):
-        raise Departs
     for at, size in enumerate(index.shape):
         if at != dim and size != x.shape[at]:
             x = _first_entries(c.form, x, at, size)
@@ -288,7 +286,11 @@ def _(c: Call, x: Value, dim: int, index: Value, **_: Any) -> Value:
     if row_index is not None:
         return c.form.gather(x, dim, row_index)
     if dim == 1 and len(x.shape) == 2:  # single elements of each row
-        return take_indexed(c, x, [_column(c, x.shape[0]), index])
+        rows = c.form.count(x.shape[0])
+        # of the rows of sequences, of a block table
+        if x.op == "gather" and not x.literal and len(x.sources[0].shape) == 2:
+            x, rows = x.sources
+        return take_indexed(c, x, [c.form.reshape(rows, (prod(rows.shape), 1)), index])
     raise Departs
 
 
@@ -451,12 +453,13 @@ def _(
     first = start or 0
     is_symbolic = isinstance(start, Size) or isinstance(end, Size)
     is_run = is_symbolic and step == 1 and end is not None and end - first == src.shape[dim]
-    if is_run and (dim, first) == (0, 0) and strip_reshapes(src).op == "write":
-        memory, index, rows = strip_reshapes(src).sources
-        if strip_reshapes(memory) is _first_entries(c.form, x, 0, src.shape[0]):
-            flat = c.form.reshape(x, (-1, *rows.shape[1:]))
-            return c.form.reshape(c.form.write(flat, index, rows), x.shape)
-    if is_run and _is_written_by_rows(c.form, x, src, dim):
+    written = _write_entries(c.form, x, src) if is_run and (dim, first) == (0, 0) else None
+    if written is not None:
+        return written
+    memory = strip_reshapes(x)
+    if memory.op == "slice" and memory.literal[::2] == (0, 1):
+        memory = memory.sources[0]
+    if is_run and _is_written_by_rows(c.form, memory, src, dim):
         return _write_run(c, x, src, dim, first)
     first, last, step = slice(start, end, step).indices(x.shape[dim])
     if src.shape[dim] != len(range(first, last, step)):
@@ -470,6 +473,20 @@ def _is_written_by_rows(form: Form, x: Value, src: Value, dim: int) -> bool:
     inner = inner.sources[0] if is_open_part(inner) else inner
     is_memory = inner.op == "leaf" and not x.active
     return src.active and not form.keeps_parts and is_memory and dim < len(x.shape) - 1
+
+
+def _write_entries(form: Form, x: Value, src: Value) -> Value | None:
+    """Writes to ``x`` the rows that were written to its first entries, which makes ``src``. None
+    if ``src`` is anything else.
+    """
+    inner = strip_reshapes(src)
+    if (inner.op, inner.literal) != ("write", None) or form.keeps_parts:
+        return None
+    memory, index, rows = inner.sources
+    if strip_reshapes(memory) is not strip_reshapes(_first_entries(form, x, 0, src.shape[0])):
+        return None
+    flat = form.reshape(x, (-1, *rows.shape[1:]))
+    return form.reshape(form.write(flat, index, rows), x.shape)
 
 
 def _write_run(c: Call, x: Value, src: Value, dim: int, first: int, step: int = 1) -> Value:
@@ -488,6 +505,9 @@ def _write_slice(c: Call, x: Value, src: Value, dim: int, first: int, step: int 
     """
     form, size, count = c.form, x.shape[dim], src.shape[dim]
     is_part = 0 < count < size
+    written = _write_entries(form, x, src) if (dim, first, step) == (0, 0, 1) else None
+    if written is not None:
+        return written
     if count == 1 and src.op == "join" and src.literal == dim + 1 < len(x.shape) - 1:
         block = form.slice(x, dim, first, first + 1)
         parts = _changed_parts(form, block, src, dim + 1, 0)

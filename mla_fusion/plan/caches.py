@@ -18,7 +18,6 @@ from mla_fusion.compat import guard
 from mla_fusion.fx.kinds import called
 from mla_fusion.fx.sizes import divides, known, same
 from mla_fusion.graph.form import MOVES, Value, order, strip, strip_reshapes
-from mla_fusion.graph.moves import is_open_part
 from mla_fusion.graph.numbers import ONE, is_open
 from mla_fusion.graph.read import Graph
 from mla_fusion.machine import Machine
@@ -192,8 +191,12 @@ def _find_write(
     row_writes, changed_writes = list[Value](), list[tuple[Value, Value]]()
     for value in writes:
         memory, *written = value.sources
-        is_repeated = any([*other.sources[1:]] == written for other in writes if other is not value)
-        if is_repeated and is_open_part(strip_reshapes(memory)):
+        part = strip_reshapes(memory)
+        if part.op in ("slice", "opaque") and any(
+            [*other.sources[1:]] == written
+            and strip_reshapes(other.sources[0]) is strip_reshapes(part.sources[0])
+            for other in writes
+        ):
             continue  # a step on the way to a write of the whole cache
         written_rows = rewrites.of(value.sources[2])
         if _is_reshape_of(written_rows, rows):

@@ -168,6 +168,23 @@ class SlotsFromBlockTable(Base):
         return block * BLOCK_SIZE + position % BLOCK_SIZE
 
 
+@entry(IN_PLACE, source=OURS, tags="cache, device", args=block_table_args)
+class RowsOfTheTableFirst(SlotsFromBlockTable):
+    """The block table's row of each token, by the number of its sequence."""
+
+    def slots_of(self, kv_cache: Tensor, table: Tensor, position: Tensor) -> Tensor:
+        rows = table.index_select(0, position // 3)
+        block = rows.gather(1, (position // BLOCK_SIZE)[:, None])[:, 0]
+        return block * BLOCK_SIZE + position % BLOCK_SIZE
+
+
+@entry(IN_PLACE, source=OURS, tags="cache, device", args=block_table_args)
+class TakenFromTheTable(SlotsFromBlockTable):
+    def slots_of(self, kv_cache: Tensor, table: Tensor, position: Tensor) -> Tensor:
+        block = table.take(position // 3 * table.shape[1] + position // BLOCK_SIZE)
+        return block * BLOCK_SIZE + position % BLOCK_SIZE
+
+
 def several_args() -> tuple[Tensor, ...]:
     *rest, table, position = block_table_args()
     return *rest, table[:4], position[:4]

@@ -130,10 +130,24 @@ def test_tokens_that_may_be_none() -> None:
     assert any("is at least 1" in line for line in fusion.assumptions), fusion.assumptions
 
 
+@pytest.mark.parametrize("axes", [(1,), (0, 1)])
+def test_the_first_sequences_from_their_start(axes: tuple[int, ...]) -> None:
+    model = OfSequences().requires_grad_(False)
+    compiled = torch.compile(model, backend="mla_fusion")
+    for batch, length in (3, 2), (3, 4) if axes == (1,) else (2, 6):
+        x, cos, sin, *_ = paged_args(batch * length)
+        rows = torch.zeros(8, 64, HCKV).bfloat16(), torch.zeros(8, 64, DR).bfloat16()
+        args = [x.view(batch, length, -1), cos[:length], sin[:length], *rows]
+        for part, axis in (*((args[0], axis) for axis in axes), (args[1], 0), (args[2], 0)):
+            torch._dynamo.mark_dynamic(part, axis)
+        _run_beside(model, compiled, args)
+    assert [item.placement for item in mf.reports()[-1].fused] == ["in place"]
+
+
 class OfSequences(Base):
     """Rows of some sequences, from a position on, in caches of a fixed size."""
 
-    def forward(self, x, cos, sin, kv_cache, kr_cache, start):  # type: ignore[no-untyped-def,override]
+    def forward(self, x, cos, sin, kv_cache, kr_cache, start=0):  # type: ignore[no-untyped-def,override]
         batch, length, _ = x.shape
         q_nope, q_pe = self.query(x)
         c_kv, k_pe = self.latent(x)
