@@ -303,11 +303,6 @@ def guard(condition: Any) -> bool | None:
     return bool(condition)
 
 
-def traced_with(size: Any, symbol: Any) -> int:
-    """Returns the value of a symbol of a size in the trace."""
-    return int(_hints(size.node.shape_env)[symbol])
-
-
 def _hints(env: Any) -> dict[Any, Any]:
     """Returns values by symbol. The attribute's name depends on the release."""
     return env.backed_var_to_val if hasattr(env, "backed_var_to_val") else env.var_to_val

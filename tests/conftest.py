@@ -96,9 +96,7 @@ def no_reports_yet() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def lines_stay_whole() -> None:
-    """What is printed does not depend on the terminal that the tests run in, which xdist hands on
-    as COLUMNS.
-    """
+    """What is printed does not depend on the terminal of the tests, handed on as COLUMNS."""
     os.environ.pop("COLUMNS", None)
 
 

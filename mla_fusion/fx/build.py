@@ -50,12 +50,12 @@ class Builder(ABC):
     def call(self, op: Any, *args: Any, **kwargs: Any) -> Any:
         """Returns the result of an operator."""
 
+    @abstractmethod
     def call_again(self, key: object, op: Any, *args: Any, **kwargs: Any) -> Any:
         """Returns the results of an operator, which share no memory with its arguments.
 
         key  results of one key are alike, but for their numbers
         """
-        return self.call(op, *args, **kwargs)
 
     def shape(self, value: Any) -> Sequence[Any]:
         """Returns the shape of a value."""

@@ -114,7 +114,6 @@ class Signature:
     is_mutable    True if it changes an argument
     is_in_place   True if it changes its first argument and returns it (``__and__`` does not)
     is_view       True if its results are views of its first argument
-    may_alias     True if a result may be an argument's memory
     is_random     True if it may draw numbers
     is_pointwise  True if each element of the result depends on one element of each operand
     is_check      True if it has no result
@@ -130,7 +129,6 @@ class Signature:
     is_mutable: bool = False
     is_in_place: bool = False
     is_view: bool = False
-    may_alias: bool = False
     is_random: bool = False
     is_pointwise: bool = False
     is_check: bool = False
@@ -151,7 +149,6 @@ class Signature:
             is_mutable,
             is_in_place,
             bool(target.is_view),
-            any(result.alias_info is not None for result in schema.returns),
             torch.Tag.nondeterministic_seeded in target.tags,
             torch.Tag.pointwise in target.tags,
             not schema.returns,
@@ -279,11 +276,7 @@ def filled_with(node: Node) -> float | None:
 
 
 def attribute(node: Node) -> Any:
-    """Returns the attribute that a get_attr node reads. None for other nodes, and if the module has
-    no such attribute.
-    """
-    if node.op != "get_attr":
-        return None
+    """Returns the attribute that a get_attr node reads; None if the module has no such one."""
     try:
         return attrgetter(str(node.target))(node.graph.owning_module)
     except AttributeError:

@@ -21,7 +21,6 @@ from mla_fusion.compat import (
     bounds_of,
     expression_of,
     statically_known_true,
-    traced_with,
 )
 from mla_fusion.fx.kinds import shape_of, value_of
 
@@ -54,16 +53,12 @@ def describe(value: Any) -> object:
         sizes = value.shape, value.stride()
         is_open = has_symbols(sizes[0] + sizes[1])  # then text can be compared
         return value.dtype, str(sizes) if is_open else sizes, value.device, value.is_conj()
-    if isinstance(value, (list, tuple)):
-        return tuple(map(describe, value))
     return str(value)
 
 
 def sizes_of(node: Node) -> tuple[Any, ...]:
-    """Returns the shape of a node's tensor, or of the first of several; () for anything else."""
+    """Returns the shape of a node's tensor; () for anything else."""
     value = value_of(node)
-    if isinstance(value, (tuple, list)) and value:
-        value = value[0]
     return tuple(value.shape) if isinstance(value, torch.Tensor) else ()
 
 
@@ -134,7 +129,6 @@ class Binding:
         self._primes = [prime for prime in _PRIMES if prime not in literals] or [*_PRIMES]
         self._numbers: dict[Any, int] = {}  # by symbol
         self._solved: dict[Any, Any] = {}  # what symbols, and quotients of them, are equal to
-        self._traced = set[Any]()  # symbols that keep the numbers of the trace
         self._divisors: dict[Any, int] = {}  # by symbol, where it stands for a size divided by that
 
     def equate(self, a: Any, b: Any) -> None:
@@ -143,8 +137,6 @@ class Binding:
         The equation is solved for one of these, and ignored if it has none:
 
         * a symbol: ``s == 2 * (s // 2)`` makes it twice its half
-        * a quotient that is a number then (``w // 2 == 64``) or another quotient. Its symbols keep
-          the numbers of the trace
         * a symbol that a number divides: ``s % 16 == 0`` makes it 16 times another symbol
         """
         sides = self._expr(a), self._expr(b)
@@ -159,7 +151,7 @@ class Binding:
         quotients = sorted(difference.atoms(FloorDiv), key=str)
         # a lone symbol first: a summand would be a difference, which may be negative
         symbols = sorted(difference.free_symbols, key=lambda part: (part not in sides, str(part)))
-        for part in symbols + quotients:
+        for part in symbols:
             factor = difference.coeff(part)
             other_side = sympy.expand(part - difference * factor)
             for quotient in quotients:  # s == n * (s // m), so n is m
@@ -167,13 +159,10 @@ class Binding:
                 if quotient.args[0] == part and times.is_symbol and times != quotient.args[1]:
                     self._solve({times: quotient.args[1]})
                     return self.equate(a, b)
-            is_solution = part.is_symbol or other_side.is_Integer or other_side in quotients
-            if factor**2 != 1 or not is_solution:
+            if factor**2 != 1:
                 continue
             solution = {
-                quotient: _symbol_for(quotient)
-                for quotient in quotients
-                if quotient.has(part) and quotient != part
+                quotient: _symbol_for(quotient) for quotient in quotients if quotient.has(part)
             }
             other_side = other_side.xreplace(solution)
             if other_side.has(part) or any(
@@ -181,8 +170,6 @@ class Binding:
                 for quotient, symbol in solution.items()
             ):
                 continue
-            if not part.is_symbol:
-                self._traced |= difference.free_symbols
             self._solve(solution | {part: other_side})
             return
 
@@ -272,9 +259,7 @@ class Binding:
             return int(value)
         expr = self._expr(value)
         for symbol in sorted(expr.free_symbols, key=str):
-            if symbol in self._traced:
-                self._numbers.setdefault(symbol, traced_with(value, symbol))
-            elif symbol not in self._numbers:
+            if symbol not in self._numbers:
                 divisor = self._divisors.get(symbol, 1)
                 self._numbers[symbol] = self._pick(*bounds_of(value, symbol), divisor)
         return int(self._at(expr))

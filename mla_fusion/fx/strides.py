@@ -72,8 +72,6 @@ def _carry(builder: GraphBuilder, node: Node, traced: dict[Node, Any]) -> None:
 
 def _restore(builder: GraphBuilder, node: Node, traced: Any, readers: set[Node]) -> None:
     """Makes the readers of a node read a copy of it, with the strides of the traced value."""
-    if not isinstance(traced, torch.Tensor):
-        return
     builder.at(node.next, node.meta)
     binding, axes = Binding(), range(traced.dim())
     binding.admit(traced.shape)  # a stride may have a difference of symbols

@@ -40,9 +40,6 @@ def copied(node: Node, graph: Graph, transform: Callable[[Node], Any]) -> Node:
     """Returns a copy of a node at the end of another graph, with its name and its metadata."""
     args, kwargs = map_arg((node.args, node.kwargs), transform)
     copy = created(graph, node.op, node.target, args, kwargs, node.name)
-    # torch sorts a node anew among those of its graph when an attribute is set
-    if node.type is not None:
-        copy.type = node.type
     copy.meta.update(node.meta)
     return copy
 

@@ -75,9 +75,6 @@ class Array:
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Array) and self.key == other.key
 
-    def __repr__(self) -> str:
-        return f"Array({tuple(self.tensor.shape)})"
-
 
 @dataclass(slots=True, eq=False, repr=False)
 class Value:

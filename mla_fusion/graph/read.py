@@ -587,8 +587,6 @@ class Graph:
             return argument
         if isinstance(argument, (list, tuple)):
             return [self.argument(item) for item in argument]
-        if isinstance(argument, slice):
-            return slice(*map(self.argument, (argument.start, argument.stop, argument.step)))
         return self.size(argument) if isinstance(argument, torch.SymInt) else argument
 
     def _read_call(self, node: Node) -> Reading:

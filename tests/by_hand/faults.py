@@ -1,6 +1,4 @@
-"""One hand-written integration, and what goes wrong in such: each fault changes the arguments of
-the right call.
-"""
+"""One hand-written integration; each fault changes the arguments of the right call."""
 
 from __future__ import annotations
 

@@ -136,9 +136,7 @@ class MxAttentionQueryInInt8(FloatAttention):
 
 
 class Packed(Floats):
-    """One cache of 656-byte rows: tiles of the latent in float8, the bfloat16 key, a float32 scale
-    per tile.
-    """
+    """One cache of 656-byte rows: float8 tiles, the bfloat16 key, a float32 scale per tile."""
 
     options: tuple[tuple[str, Any], ...] = (("dst_type", torch.float8_e4m3fn),)
 

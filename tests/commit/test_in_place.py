@@ -1,6 +1,4 @@
-"""In-place steps in graphs that were never made functional: what a prologue reads must not change
-under it.
-"""
+"""In-place steps of graphs that are not functional: what is read must not change under it."""
 
 from __future__ import annotations
 

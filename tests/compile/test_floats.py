@@ -1,6 +1,4 @@
-"""Module attributes under ``dynamic=True``: numbers in the graph again, with a guard; arguments
-stay inputs.
-"""
+"""Module attributes under ``dynamic=True``: numbers again, with a guard; arguments are inputs."""
 
 from __future__ import annotations
 

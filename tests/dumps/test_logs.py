@@ -43,9 +43,7 @@ def log_of(folder: Path, logs: str, backend: str) -> Path:
 
 @pytest.fixture(scope="module")
 def logged(tmp_path_factory: pytest.TempPathFactory):
-    """A file with what torch writes of one of the two graphs of a process, where only the named
-    logs are on.
-    """
+    """A file of what torch logs of one of two graphs of a process; only the named logs are on."""
     folder = tmp_path_factory.mktemp("logs")
     every = log_of(folder, "graph_code,aot_graphs,aot_joint_graph", "aot_eager").read_text()
 

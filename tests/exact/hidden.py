@@ -1,6 +1,4 @@
-"""Functions that no probe of moderate size, or of few tokens, tells from the identity; and where
-they can stand.
-"""
+"""Functions that no probe of moderate size tells from the identity; and where they can stand."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""A sample of what benchmarks/metamorphic.py runs in full: every spelling fuses exactly, no mutant
-is misread.
-"""
+"""A sample of benchmarks/metamorphic.py: every spelling fuses exactly, no mutant is misread."""
 
 from __future__ import annotations
 

@@ -17,9 +17,7 @@ IDENTITY = mf.Config(targets=("v3", "identity"), verify="all")
 
 
 class HuggingFace(nn.Module):
-    """Hugging Face's DeepseekV3Attention as it is, without a cache: per-head keys and values from
-    kv_b_proj.
-    """
+    """Hugging Face's DeepseekV3Attention without a cache: per-head keys, values from kv_b_proj."""
 
     def __init__(self) -> None:
         super().__init__()

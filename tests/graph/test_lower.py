@@ -75,6 +75,9 @@ class TensorBuilder(Builder):
     def call(self, op: Any, *args: Any, **kwargs: Any) -> Any:
         return op(*args, **kwargs)
 
+    def call_again(self, key: object, op: Any, *args: Any, **kwargs: Any) -> Any:
+        return op(*args, **kwargs)
+
     def sizes(self, shape: Sequence[Any], of: Any = None) -> list[int]:
         return [int(hint_of(size)) for size in shape]
 

@@ -1,6 +1,4 @@
-"""``mf.lower`` in each way that it has, and what must hold of the graphs on every pair of torch and
-torch_npu.
-"""
+"""``mf.lower`` in each of its ways, and what must hold of the graphs on every pair of releases."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Hugging Face's MLA models with small random weights; latents as wide as the kernel's where that
-is cheap.
-"""
+"""Hugging Face's MLA models with small random weights; latents of the kernel's width if cheap."""
 
 from __future__ import annotations
 

@@ -95,9 +95,7 @@ def test_lengths_in_tensors_and_an_empty_sequence() -> None:
 
 
 def test_int8_results_of_the_prologue_go_in_as_they_are() -> None:
-    """Its query, query_rope and dequant_scale_q_nope stand for the query that it gives without int8
-    caches.
-    """
+    """Its query, query_rope and dequant_scale_q_nope stand for its query without int8 caches."""
     dims = SMALL | {"Dr": 64, "Hckv": 512, "BlockNum": 2, "BlockSize": 128}
     call = sample_call(weight_quant_mode=2, kv_cache_quant_mode=1, lead=(3,), dims=dims)
     query, query_rope, query_scale, *_ = npu_mla_prolog_v3(**call)

@@ -1,6 +1,4 @@
-"""What is done to a module after ``hf.optimize`` counts as it does in the plain model, or is
-refused by name.
-"""
+"""What is done to a module after ``hf.optimize`` counts as before, or is refused by name."""
 
 from __future__ import annotations
 

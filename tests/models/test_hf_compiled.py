@@ -31,9 +31,7 @@ def started(model: Any, length: int = 6, limit: int = 64) -> tuple[Any, torch.Te
 
 
 def told(model: Any, cache: Any, ids: torch.Tensor) -> dict[str, torch.Tensor]:
-    """What a step must be told beside its tokens: its positions, where the model would count them
-    as numbers.
-    """
+    """What a step must be told beside its tokens: positions, where the model would count them."""
     if COUNTS_POSITIONS.has(type(model).forward):
         return {}
     return {"cache_position": cache.get_seq_length() + torch.arange(ids.shape[1])}

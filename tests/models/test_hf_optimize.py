@@ -279,9 +279,7 @@ def test_revert_restores_everything() -> None:
 
 
 def test_an_optimised_model_is_still_a_module() -> None:
-    """Copied, saved and trained: the same parameters under the same names, gradients through
-    absorbed steps.
-    """
+    """Copied, saved, trained: the same parameters and names, gradients through absorbed steps."""
     model, inputs = build("deepseek_v3"), prompt()
     names = list(model.state_dict())
     hf.optimize(model)

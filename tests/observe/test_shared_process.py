@@ -24,9 +24,7 @@ def graph() -> torch.fx.GraphModule:
 
 
 class Sampler(threading.Thread):
-    """What the settings of the process are, again and again; the last three by threads that have
-    just begun.
-    """
+    """What the settings of the process are, over and over; the last three by new threads."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -34,9 +34,7 @@ class Scratch:
             (at / "mla_fusion" / part).symlink_to(at / part)
 
     def edit(self, section: str, file: str, before: str, after: str) -> None:
-        """Replace the one place where ``before`` stands in a file, which the section of the page
-        must name.
-        """
+        """Replace the one ``before`` in a file, which the section of the page must name."""
         text = re.split(r"^## ", PAGE, flags=re.MULTILINE)
         named = next(part for part in text if part.startswith(section))
         assert file in named, f"'{section}' does not send anybody to {file}"

@@ -1,6 +1,4 @@
-"""The house of docs/architecture.md: a room imports only rooms named above it, and no import runs
-in a circle.
-"""
+"""The house of docs/architecture.md: a room imports only rooms above it, in no circle."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""docs/releases.md and the table of README say what the table of releases and the outcome of the
-matrix say.
-"""
+"""docs/releases.md and the table of README say what the table of releases and the matrix say."""
 
 import json
 import re

@@ -1,6 +1,4 @@
-"""ATB mla_preprocess against a float64 formula of its own, its roundings, its cache modes and its
-refusals.
-"""
+"""ATB mla_preprocess against a float64 formula: its roundings, cache modes and refusals."""
 
 from __future__ import annotations
 

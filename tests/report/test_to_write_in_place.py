@@ -222,9 +222,7 @@ def test_one_row_for_both_is_one_reason() -> None:
 
 
 def test_what_a_staged_fusion_leaves_is_counted() -> None:
-    """By hand, for T tokens of 2 heads: rows of 512 and 64 bfloat16 numbers, each read once and
-    written once.
-    """
+    """By hand, T tokens of 2 heads: rows of 512 and 64 bfloat16, each read and written once."""
     (fusion,) = entry("GptjStack")().fused
     buffers, interleaved, written = fusion.leaves
     assert buffers == Leftover("staging buffers", ("aten.new_empty",) * 2, 2, 2 * (512 + 64) * 2)

@@ -1,6 +1,4 @@
-"""Are two runs the same? By output and by token row, with what bfloat16 may err by measured against
-float64.
-"""
+"""Are two runs the same? By output and row; bfloat16 may err as measured against float64."""
 
 from __future__ import annotations
 

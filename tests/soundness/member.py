@@ -1,6 +1,4 @@
-"""What a family is made of: attacks and controls, the places they stand at, the regimes they are
-compiled in.
-"""
+"""What a family is made of: attacks and controls, their places, the regimes of compilation."""
 
 from __future__ import annotations
 

@@ -26,9 +26,7 @@ NAMES = (
 
 
 class Served:
-    """A model that is prepacked and fused; two of its weights are packed as copies (RoPE columns
-    in halves).
-    """
+    """A model, prepacked and fused; two weights are packed as copies (RoPE columns in halves)."""
 
     def __init__(
         self,

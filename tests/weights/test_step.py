@@ -1,6 +1,4 @@
-"""What a step does about weights that have not changed: it reads a share of their bytes, and waits
-for nothing.
-"""
+"""A step whose weights have not changed reads a share of their bytes, and waits for nothing."""
 
 from __future__ import annotations
 

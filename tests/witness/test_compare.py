@@ -103,9 +103,7 @@ Mutate = Callable[["Mutant"], None]
 
 
 class Mutant:
-    """A copy of a rewritten graph in which arguments of the kernel, or readers of its results, are
-    changed.
-    """
+    """A copy of a rewritten graph with other arguments of the kernel, or readers of its results."""
 
     def __init__(self, new: GraphModule) -> None:
         self.gm = copied(new)

@@ -1,3 +1,1 @@
-"""Spellings of one prologue as a product of independent choices, and mutants of them with one thing
-changed.
-"""
+"""Spellings of one prologue: independent choices, and mutants of them with one thing changed."""

@@ -23,9 +23,7 @@ _Item, _Made = TypeVar("_Item"), TypeVar("_Made")
 
 @dataclass(frozen=True)
 class Outcome:
-    """One judged graph: its structure, the verdict and why, its spelling, and for a mutant what was
-    changed.
-    """
+    """One judged graph: its structure, the verdict and why, its spelling, a mutant's change."""
 
     structure: str
     verdict: Verdict

@@ -36,9 +36,7 @@ _DTYPES = (
 
 
 def edit_constant(graph: Graph, rng: random.Random) -> str | None:
-    """A number or dtype among a node's arguments becomes another: eps, a bound, an axis, an
-    exponent, a size.
-    """
+    """A number or dtype among a node's arguments becomes another: eps, a bound, an axis, a size."""
     node = rng.choice(calls(graph))
     places = list(_numbers((node.args, node.kwargs)))
     if not places:

@@ -1,6 +1,4 @@
-"""Is the fused graph as right as the graph it was made of? Both are held against a float64 run, row
-by row.
-"""
+"""Is the fused graph as right as the graph it was made of? Both against float64, row by row."""
 
 from __future__ import annotations
 

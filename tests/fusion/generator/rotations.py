@@ -1,6 +1,4 @@
-"""RoPE: ``rotate(x, tables)`` for x [.., Dr]; by what the output's columns are, halves or
-interleaved pairs.
-"""
+"""RoPE: ``rotate(x, tables)``, x [.., Dr]; by the output's columns, halves or pairs."""
 
 from __future__ import annotations
 

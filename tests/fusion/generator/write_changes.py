@@ -1,6 +1,4 @@
-"""Changes of what is written into caches and who reads them: each takes a graph and a source of
-chance.
-"""
+"""Changes of writes into caches and of their readers: each takes a graph and a source of chance."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Cache writes: rows of c_kv and k_pe stored at their slots. Each returns what attention reads of
-both caches.
-"""
+"""Cache writes: rows of c_kv and k_pe at their slots. Each returns what attention reads."""
 
 from __future__ import annotations
 

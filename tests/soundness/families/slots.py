@@ -1,6 +1,4 @@
-"""Slots that the graph itself makes negative: the model's write wraps them to the end, the kernel
-skips them.
-"""
+"""Slots that the graph makes negative: the model's write wraps them, the kernel skips them."""
 
 from __future__ import annotations
 
