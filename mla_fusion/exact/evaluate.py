@@ -35,6 +35,7 @@ from mla_fusion.graph.layout import (
 )
 
 _MANY = 1 << 22  # most elements of one Value
+_MOST = 1 << 25  # of one that is computed, as a table of positions is; a symbolic size is a prime
 _OF_ONE_SOURCE = ("reshape", "permute", "expand", "slice", "reduce")
 Elements = Tensor | Weight
 
@@ -194,9 +195,11 @@ class Evaluation:
         """The elements of a Value beside the activations, in the shape of a layout. Raises
         Undecided.
         """
-        key = value, layout
+        key, shape = (value, layout), self.binding.shape(layout)
         elements = self._beside.get(key)
         if elements is None:
+            if prod(shape) > _MOST and not value.weight and value.op != "expand":
+                raise Undecided(value)
             try:
                 is_computed = not value.active or value.op in MOVES
                 elements = self._compute_beside(value, layout) if is_computed else None
@@ -204,7 +207,7 @@ class Evaluation:
                 elements = None
             if elements is None:
                 elements = self._random(value, layout)
-            elements = self._beside[key] = elements.expand(self.binding.shape(layout))
+            elements = self._beside[key] = elements.expand(shape)
         return elements
 
     def _random(self, value: Value, layout: Layout) -> Elements:

@@ -19,7 +19,7 @@ from torch.fx import GraphModule
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mla_fusion.compile.device_graph import capture
-from tests.catalogue.base import DR, HCKV, Base, paged_args
+from tests.catalogue.base import DR, HCKV, HCQ, Base, HfNorm, paged_args
 from tests.soundness.compare import differs
 
 
@@ -130,17 +130,21 @@ def test_tokens_that_may_be_none() -> None:
     assert any("is at least 1" in line for line in fusion.assumptions), fusion.assumptions
 
 
+def _sequences(batch: int, length: int, axes: tuple[int, ...]) -> list[Tensor]:
+    """Arguments of sequences, with these axes of x open."""
+    x, cos, sin, *_ = paged_args(batch * length)
+    args = [x.view(batch, length, -1), cos[:length], sin[:length]]
+    for part, axis in (*((args[0], axis) for axis in axes), (args[1], 0), (args[2], 0)):
+        torch._dynamo.mark_dynamic(part, axis)
+    return [*args, *(torch.zeros(8, 64, width).bfloat16() for width in (HCKV, DR))]
+
+
 @pytest.mark.parametrize("axes", [(1,), (0, 1)])
 def test_the_first_sequences_from_their_start(axes: tuple[int, ...]) -> None:
     model = OfSequences().requires_grad_(False)
     compiled = torch.compile(model, backend="mla_fusion")
     for batch, length in (3, 2), (3, 4) if axes == (1,) else (2, 6):
-        x, cos, sin, *_ = paged_args(batch * length)
-        rows = torch.zeros(8, 64, HCKV).bfloat16(), torch.zeros(8, 64, DR).bfloat16()
-        args = [x.view(batch, length, -1), cos[:length], sin[:length], *rows]
-        for part, axis in (*((args[0], axis) for axis in axes), (args[1], 0), (args[2], 0)):
-            torch._dynamo.mark_dynamic(part, axis)
-        _run_beside(model, compiled, args)
+        _run_beside(model, compiled, _sequences(batch, length, axes))
     assert [item.placement for item in mf.reports()[-1].fused] == ["in place"]
 
 
@@ -155,6 +159,19 @@ class OfSequences(Base):
         kr_cache[:batch, start : start + length] = self.rotate(k_pe, cos, sin)
         query = torch.einsum("bsnd,ndc->bsnc", q_nope, self.w_uk())
         return query, self.rotate(q_pe, cos.unsqueeze(1), sin.unsqueeze(1))
+
+
+class _ByLength(HfNorm):
+    def forward(self, h: Tensor) -> Tensor:
+        return h / (h.norm(dim=-1, keepdim=True) + 1e-6) * h.shape[-1] ** 0.5 * self.weight
+
+
+def test_a_norm_by_the_length_of_rows_of_two_symbols() -> None:
+    model = OfSequences().requires_grad_(False)
+    model.q_a_layernorm = _ByLength(HCQ).requires_grad_(False)
+    gm, _ = capture(model, *_sequences(3, 2, (0, 1)), device="cpu")
+    (rejection,) = mf.explain(gm).rejected  # its epsilon is looked for without a row a token
+    assert rejection.code == "norm.absent"
 
 
 def test_some_sequences_from_a_position_on() -> None:
