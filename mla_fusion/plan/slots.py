@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from fractions import Fraction
-from math import prod
+from math import gcd, prod
 from typing import Any
 
 import torch
@@ -103,7 +103,7 @@ def _trusted_inputs(index: Value, role: str) -> Roles | None:
     if inner.is_number:  # one row, or it would be repeated
         return {} if inner.literal[1].ratio >= 0 else None
     if inner.op == "constant":
-        numbers = inner.literal.tensor.reshape(-1)
+        numbers = _numbers(inner).reshape(-1)
         is_distinct = len(numbers.unique()) == len(numbers) and int(numbers.min()) >= 0
         return {} if is_distinct else None
     if is_open_part(inner):
@@ -134,8 +134,9 @@ def _trusted_inputs(index: Value, role: str) -> Roles | None:
 def block_size_of(index: Value) -> int:
     """Returns the block size by which the index is composed, or 0 if it has none."""
     for value in reversed(order([index])):
-        if value.op == "sum" and len(value.sources) > 1 and 1 in value.literal[0]:
-            return int(max(value.literal[0])) if max(value.literal[0]) > 1 else 0
+        factors = _terms(value).values() if value.op == "sum" else ()
+        if len(factors) > 1 and 1 in factors:
+            return int(max(factors)) if max(factors) > 1 else 0
     return 0
 
 
@@ -166,8 +167,30 @@ def _are_distinct(places: Value) -> bool:
 
 
 def _is_repeated(index: Value) -> bool:
-    """Returns True if the index repeats its numbers by an expand."""
-    return prod(index.shape) != 1 and _strip(index, "reshape", "slice", "permute").op == "expand"
+    """Returns True if the index repeats its numbers by an expand, or along an axis of literals."""
+    inner = _strip(index, "reshape", "slice", "permute")
+    if inner.op == "constant":
+        return _numbers(inner).shape != inner.shape
+    return prod(index.shape) != 1 and inner.op == "expand"
+
+
+def _numbers(constant: Value) -> torch.Tensor:
+    """Returns the numbers of literals, once along each axis along which they are repeated."""
+    numbers: torch.Tensor = constant.literal.tensor
+    for axis in range(numbers.dim()):
+        first = numbers.narrow(axis, 0, 1)
+        numbers = first if bool((numbers == first).all()) else numbers
+    return numbers
+
+
+def _terms(value: Value) -> dict[Value, Any]:
+    """Returns the summands of a sum with their coefficients, and the common factors of literals."""
+    terms = dict(value.operands)
+    for summand in terms:
+        inner = _strip_views_and_casts(summand)
+        if inner.op == "constant" and not inner.is_float:
+            terms[summand] *= gcd(*inner.literal.tensor.flatten().tolist())
+    return terms
 
 
 def _inputs_of_sum(value: Value) -> Roles | None:
@@ -176,7 +199,7 @@ def _inputs_of_sum(value: Value) -> Roles | None:
     The sum may be ``table[s // b] * b + s % b``. It may be places of an input in each entry of a
     batch, scaled counts, or counts from a number on.
     """
-    terms = dict(value.operands)
+    terms = _terms(value)
     if value.literal[1] < 0:
         return _inputs_of_table(value)
     if len(terms) == 2:
@@ -314,7 +337,10 @@ def _spread(summand: Value, shape: Shape) -> Spread:
     inner = value.sources[0] if value.op == "expand" else value
     target = shape if is_broadcast else value.shape
     first = len(target) - len(inner.shape)
-    axes = [] if _is_repeated(inner) else _long_axes(inner.shape)
+    if inner.op == "constant":
+        axes = _long_axes(tuple(_numbers(inner).shape))
+    else:
+        axes = [] if _is_repeated(inner) else _long_axes(inner.shape)
     return target, [first + axis for axis in axes]
 
 

@@ -1,6 +1,4 @@
-"""The guide to hand-written calls is one program that runs, and two pages of the documentation are
-that guide.
-"""
+"""The guide to hand-written calls is a program that runs; two pages of the docs are that guide."""
 
 from __future__ import annotations
 

@@ -93,6 +93,29 @@ class OwnPositions(Dense):
 
 
 @entry(
+    IN_PLACE, source="ports of Llama's cache", tags="cache", alone=(STAGED,), args=positions_of_each
+)
+class PositionsWithTheirSequences(OwnPositions):
+    def store(self, cache: Tensor, rows: Tensor, where: Tensor) -> None:
+        cache.index_put_((self.sequences(rows).expand_as(where), where), rows)
+
+
+@entry(
+    IN_PLACE, source="ports of Llama's cache", tags="cache", alone=(STAGED,), args=positions_of_each
+)
+class PositionsInRowsOfAll(OwnPositions):
+    def store(self, cache: Tensor, rows: Tensor, where: Tensor) -> None:
+        slots = self.sequences(rows) * cache.shape[1] + where
+        cache.view(-1, rows.shape[-1])[slots.flatten()] = rows.flatten(0, 1)
+
+
+@entry(STAGED, source="made up", tags="cache", args=positions_of_each)
+class SharedRows(PositionsInRowsOfAll):
+    def sequences(self, rows: Tensor) -> Tensor:
+        return super().sequences(rows) // 2
+
+
+@entry(
     IN_PLACE, source="ports to torch.export", tags="cache, symbolic", alone=(STAGED,),
     args=positions_of_each,
 )  # fmt: skip

@@ -1,6 +1,4 @@
-"""What is compiled or exported with fused prologues is saved and loaded, or refused with what to
-write instead.
-"""
+"""What is compiled or exported with fused prologues is saved and loaded, or refused with advice."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The contract of npu_kv_rmsnorm_rope_cache: what each SoC and CANN release takes, and what is
-refused by name.
-"""
+"""The contract of npu_kv_rmsnorm_rope_cache: what each SoC and release takes or refuses."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Report files while models compile: by environment variable for every entry point, by keyword for
-one backend.
-"""
+"""Report files while models compile: by environment variable, or by keyword for one backend."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""HiFloat8 code by code: the published format read a second time, bit string by bit string, and
-every rounding.
-"""
+"""HiFloat8 code by code: the published format read a second time, and every rounding."""
 
 from __future__ import annotations
 

@@ -30,9 +30,7 @@ def half_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Te
 
 
 def prologue(arguments: dict[str, Any], cast: Any) -> dict[str, torch.Tensor]:
-    """The prologue as textbook formulas in the arguments' precision, ``cast`` applied at every
-    rounding point.
-    """
+    """The prologue as textbook formulas in the arguments' precision; ``cast`` rounds."""
     a = {
         k: v.double() if isinstance(v, torch.Tensor) and v.is_floating_point() else v
         for k, v in arguments.items()

@@ -1,3 +1,1 @@
-"""Attacks on the soundness of the pass: families of graphs that look like the prologue and mean
-something else.
-"""
+"""Attacks on the soundness of the pass: graphs that look like the prologue, and are none."""
