@@ -399,7 +399,7 @@ def _added_to_blocks(index: Value, slots: Value, size: Fraction) -> list[Term] |
     """Returns what is added to ``slots // size`` in the index of a table, or None if that is not in
     the index.
     """
-    terms = index.operands if index.op == "sum" else [(index, 1)]
+    terms = _terms(index).items() if index.op == "sum" else [(index, 1)]
     others = [
         (term, times)
         for term, times in terms

@@ -60,4 +60,5 @@ def test_rows_from_a_symbolic_place_on(part: Part) -> None:
         for found, wanted in zip(ours, theirs, strict=True):
             torch.testing.assert_close(found, wanted, rtol=2e-2, atol=2e-2)
     (fusion,) = mf.reports()[-1].fused
-    assert fusion.placement.startswith("staged")
+    is_of_first = part in PARTS[:3:2]  # sequences, in their own blocks
+    assert fusion.placement.startswith("in place" if is_of_first else "staged")
