@@ -34,6 +34,7 @@ class Pairs:
     even, odd      columns of the site
     diagonal       the factor of the even column in the first element, for one head at the first
                    token [1, ROPE / 2]
+    across         that of the odd column
     """
 
     first: Tensor
@@ -41,6 +42,7 @@ class Pairs:
     even: Tensor
     odd: Tensor
     diagonal: Tensor
+    across: Tensor
 
     @property
     def heads(self) -> int:
@@ -79,7 +81,8 @@ class Pairs:
 
     def multiple_of(self, other: Pairs) -> int | None:
         """Returns by what one number the factors are those of other pairs, or None."""
-        ratio = self.diagonal * field.power(other.diagonal, -1, POINT.p) % POINT.p
+        own, others = (torch.cat((pairs.diagonal, pairs.across), 1) for pairs in (self, other))
+        ratio = own * field.power(others, -1, POINT.p) % POINT.p
         return int(ratio[0, 0]) if bool((ratio == ratio[:, :1]).all()) else None
 
 
@@ -129,6 +132,7 @@ def read_pairs(reading: ColumnReading, like: Pairs | None = None) -> Pairs | Non
         torch.where(is_even, low, high),
         torch.where(is_even, high, low),
         torch.where(is_even, straight[0], crossed[0])[:1, :_HALF],
+        torch.where(is_even, crossed[0], straight[0])[:1, :_HALF],
     )
 
 
@@ -145,7 +149,7 @@ def identity_pairs(reading: ColumnReading) -> Pairs:
     first = _first_halves(len(reading.columns) // 2)
     second = first + _HALF
     ones = torch.ones(1, _HALF, dtype=torch.int64)
-    return Pairs(first, second, reading.columns[first], reading.columns[second], ones)
+    return Pairs(first, second, reading.columns[first], reading.columns[second], ones, ones)
 
 
 def read_tables(site: Site, value: Value, pairs: Pairs) -> tuple[Value, Value]:

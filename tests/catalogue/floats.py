@@ -48,9 +48,7 @@ class FloatLinear(nn.Module):
 
 
 class MxLinear(FloatLinear):
-    """mxfp8: the weight held as [out, in], its scales as [out, in/64, 2], and both turned once they
-    are loaded.
-    """
+    """mxfp8: the weight held as [out, in], scales as [out, in/64, 2], both turned after loading."""
 
     def __init__(self, width_in: int, width_out: int) -> None:
         super().__init__()

@@ -152,10 +152,15 @@ def doubled_tables(self: Any, x: Tensor, c: Tensor, sn: Tensor) -> Tensor:
     return rotated(x, c * c - sn * sn, 2 * sn * c)
 
 
+def cosines_doubled(self: Any, x: Tensor, c: Tensor, sn: Tensor) -> Tensor:
+    return rotated(x, 2 * c, sn)
+
+
 MISSES: dict[str, tuple[Methods, str]] = {
     "k_turned_back": (dict(rotate_q=by_einsum, rotate_k=turned("csnc")), "rope.tables_differ"),
     "k_swapped": (dict(rotate_q=by_einsum, rotate_k=turned("nccs")), IN_PLACE),
     "k_reflected": (dict(rotate_q=by_einsum, rotate_k=turned("cssc")), "rope.tables_differ"),
+    "k_cos_doubled": (dict(rotate_k=cosines_doubled), "rope.tables_differ"),
     "k_one_token_later": (dict(rotate_q=by_einsum, rotate_k=later), STAGED),
     "k_pairs_left": (dict(rotate_q=by_einsum, rotate_k=pairs_left), STAGED),
     "moved": (dict(rotate=homogeneous), STAGED),

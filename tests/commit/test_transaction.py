@@ -32,9 +32,7 @@ def layers() -> GraphModule:
 
 
 def state(gm: GraphModule) -> tuple[Any, ...]:
-    """All that a caller can see of a module: nodes by identity, their arguments and metadata, code,
-    attributes.
-    """
+    """All that callers see of a module: nodes, arguments, metadata, code and attributes."""
     nodes = [
         (node, node.args, node.kwargs, node.target, list(node.users), dict(node.meta))
         for node in gm.graph.nodes

@@ -1,6 +1,4 @@
-"""Every entry of the catalogue: fused where it says and as exactly as before, or refused with the
-code it says.
-"""
+"""Every entry of the catalogue: fused where it says, as exactly as before, or refused."""
 
 from __future__ import annotations
 
