@@ -320,8 +320,6 @@ class GraphBuilder(Builder):
         if number in self._size_nodes and number.is_Symbol:
             return self.value(self._size_nodes[number])
         operation, parts = _OPERATIONS.get(number.func), number.args
-        if number.is_Pow and number.args[1].is_Integer and number.args[1] > 0:
-            operation, parts = operator.mul, number.args[:1] * int(number.args[1])
         if operation is None:
             raise LookupError(f"no node of the graph, and no input, has the size {number}")
 

@@ -453,8 +453,8 @@ def _(
     first = start or 0
     is_symbolic = isinstance(start, Size) or isinstance(end, Size)
     is_run = is_symbolic and step == 1 and end is not None and end - first == src.shape[dim]
-    written = _write_entries(c.form, x, src) if is_run and (dim, first) == (0, 0) else None
-    if written is not None:
+    is_first = is_run and (dim, first) == (0, 0)
+    if is_first and (written := _write_entries(c.form, x, src)) is not None:
         return written
     memory = strip_reshapes(x)
     if memory.op == "slice" and memory.literal[::2] == (0, 1):
@@ -505,8 +505,8 @@ def _write_slice(c: Call, x: Value, src: Value, dim: int, first: int, step: int 
     """
     form, size, count = c.form, x.shape[dim], src.shape[dim]
     is_part = 0 < count < size
-    written = _write_entries(form, x, src) if (dim, first, step) == (0, 0, 1) else None
-    if written is not None:
+    is_first = (dim, first, step) == (0, 0, 1)
+    if is_first and (written := _write_entries(form, x, src)) is not None:
         return written
     if count == 1 and src.op == "join" and src.literal == dim + 1 < len(x.shape) - 1:
         block = form.slice(x, dim, first, first + 1)

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from mla_fusion.compat import guard
+from mla_fusion.compat import guard, without_modes
 from mla_fusion.graph import bounds
 from mla_fusion.graph.form import Shape, Value, filled_with, order
 from mla_fusion.graph.moves import is_open_part
@@ -184,12 +184,15 @@ def _numbers(constant: Value) -> torch.Tensor:
 
 
 def _terms(value: Value) -> dict[Value, Any]:
-    """Returns the summands of a sum with their coefficients, and the common factors of literals."""
+    """Returns the summands of a sum with their coefficients; the common factor of literals, if no
+    summand has another one.
+    """
     terms = dict(value.operands)
-    for summand in terms:
+    for summand in terms if {*terms.values()} == {1} else ():
         inner = _strip_views_and_casts(summand)
         if inner.op == "constant" and not inner.is_float:
-            terms[summand] *= gcd(*inner.literal.tensor.flatten().tolist())
+            with without_modes():
+                terms[summand] *= gcd(*inner.literal.tensor.flatten().tolist())
     return terms
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .base import BLOCK_SIZE, DR, HCKV, HE, Base, paged_caches, rotated, tables
-from .entry import IN_PLACE, STAGED, entry, miss
+from .entry import IN_PLACE, OURS, STAGED, entry, miss
 
 
 def batch(sequences: int, length: int) -> tuple[Tensor, ...]:
@@ -92,24 +92,20 @@ class OwnPositions(Dense):
         cache[self.sequences(rows), where] = rows
 
 
-@entry(
-    IN_PLACE, source="ports of Llama's cache", tags="cache", alone=(STAGED,), args=positions_of_each
-)
+@entry(IN_PLACE, source=OURS, tags="cache", alone=(STAGED,), args=positions_of_each)
 class PositionsWithTheirSequences(OwnPositions):
     def store(self, cache: Tensor, rows: Tensor, where: Tensor) -> None:
         cache.index_put_((self.sequences(rows).expand_as(where), where), rows)
 
 
-@entry(
-    IN_PLACE, source="ports of Llama's cache", tags="cache", alone=(STAGED,), args=positions_of_each
-)
+@entry(IN_PLACE, source=OURS, tags="cache", alone=(STAGED,), args=positions_of_each)
 class PositionsInRowsOfAll(OwnPositions):
     def store(self, cache: Tensor, rows: Tensor, where: Tensor) -> None:
         slots = self.sequences(rows) * cache.shape[1] + where
         cache.view(-1, rows.shape[-1])[slots.flatten()] = rows.flatten(0, 1)
 
 
-@entry(STAGED, source="made up", tags="cache", args=positions_of_each)
+@entry(STAGED, source=OURS, tags="cache", args=positions_of_each)
 class SharedRows(PositionsInRowsOfAll):
     def sequences(self, rows: Tensor) -> Tensor:
         return super().sequences(rows) // 2

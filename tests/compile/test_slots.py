@@ -164,14 +164,23 @@ class FromStarts(base.Base):
             cache[torch.arange(2)[:, None], places] = rows
 
 
-def test_the_last_place_from_a_start_on_is_in_the_sequence() -> None:
+class InRowsOfAll(FromStarts):
+    def write(self, kv_cache, kr_cache, slots, c_kv, k_pe) -> None:
+        places = slots[:, None] + torch.arange(len(c_kv) // 2)
+        places = (places + torch.arange(2)[:, None] * (ROWS // 2)).flatten()
+        for cache, rows in ((kv_cache, c_kv), (kr_cache, k_pe)):
+            cache.view(-1, rows.shape[-1])[places] = rows
+
+
+@pytest.mark.parametrize("kind", [FromStarts, InRowsOfAll])
+def test_the_last_place_from_a_start_on_is_in_the_sequence(kind: type[base.Base]) -> None:
     *rest, kv_cache, kr_cache, _ = base.paged_args(6)
     caches = [cache.view(2, -1, cache.shape[-1]) for cache in (kv_cache, kr_cache)]
     rest = [part.view(2, 3, -1) for part in rest]
     for tokens in rest:
         torch._dynamo.mark_dynamic(tokens, 1)
     args = (*rest, *caches, torch.tensor([0, ROWS // 2 - 3]))
-    run = torch.compile(FromStarts(), backend=mf.backend(CHECKED), fullgraph=True)
+    run = torch.compile(kind(), backend=mf.backend(CHECKED), fullgraph=True)
     with torch.no_grad():
         run(*args)
         assert mf.reports()[-1].fused[0].placement == "in place"

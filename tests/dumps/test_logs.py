@@ -1,6 +1,4 @@
-"""Listings as torch itself writes them: TORCH_LOGS of a real run, colours, quoting, several graphs
-in one file.
-"""
+"""Listings as torch writes them: TORCH_LOGS of a real run, colours, quoting, several graphs."""
 
 from __future__ import annotations
 

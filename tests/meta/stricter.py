@@ -32,9 +32,7 @@ class Scope:
 
 @dataclass(frozen=True)
 class Stricter:
-    """One class: the codes it is refused with, where the vendor would take the call, what is
-    refused, and why.
-    """
+    """One class: its codes, where the vendor would take the call, what is refused, and why."""
 
     name: str
     codes: tuple[str, ...]

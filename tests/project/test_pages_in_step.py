@@ -1,6 +1,4 @@
-"""Pages that are generated are current, and translations have the headings, tables and code of
-their originals.
-"""
+"""Generated pages are current; translations have the headings, tables and code of originals."""
 
 from __future__ import annotations
 

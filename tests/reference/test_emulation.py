@@ -22,9 +22,7 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
 
 
 def rounded_once(found: torch.Tensor, exact: torch.Tensor) -> bool:
-    """``found`` is bfloat16 rounding of ``exact`` up to a float32 error of the value before
-    rounding.
-    """
+    """``found`` is bfloat16 rounding of ``exact``, up to a float32 error before that."""
     error = (found.double() - exact).abs()
     return bool((error <= exact.abs() * 2.0**-8 * 1.01 + 1e-6 + exact.abs() * 1e-5).all())
 

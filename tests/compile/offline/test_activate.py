@@ -55,9 +55,7 @@ def test_modules_with_gradients_pass_stream_guards() -> None:
 
 
 def test_no_thread_polls_a_queue() -> None:
-    """torch_npu starts two for its task queue with the first stream that is asked for, unless the
-    queue is off.
-    """
+    """torch_npu starts two for its task queue with the first stream, unless the queue is off."""
     with FakeTensorMode():
         torch.nn.Linear(8, 8, device="npu")(torch.empty(2, 8, device="npu")).sum().backward()
     names = {path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")}
