@@ -18,6 +18,7 @@ from mla_fusion.compat import guard
 from mla_fusion.fx.kinds import called
 from mla_fusion.fx.sizes import divides, known, same
 from mla_fusion.graph.form import MOVES, Value, order, strip, strip_reshapes
+from mla_fusion.graph.moves import is_open_part
 from mla_fusion.graph.numbers import ONE, is_open
 from mla_fusion.graph.read import Graph
 from mla_fusion.machine import Machine
@@ -192,7 +193,7 @@ def _find_write(
     for value in writes:
         memory, *written = value.sources
         part = strip_reshapes(memory)
-        if part.op in ("slice", "opaque") and any(
+        if (part.op == "slice" or is_open_part(part)) and any(
             [*other.sources[1:]] == written
             and strip_reshapes(other.sources[0]) is strip_reshapes(part.sources[0])
             for other in writes
