@@ -195,9 +195,10 @@ class Evaluation:
         """The elements of a Value beside the activations, in the shape of a layout. Raises
         Undecided.
         """
-        key, shape = (value, layout), self.binding.shape(layout)
+        key = value, layout
         elements = self._beside.get(key)
         if elements is None:
+            shape = self.binding.shape(layout)
             if prod(shape) > _MOST and not value.weight and value.op != "expand":
                 raise Undecided(value)
             try:

@@ -17,7 +17,7 @@ from mla_fusion.fx.kinds import signature
 from mla_fusion.graph.call import RULES, Size, rule_names_of
 from mla_fusion.graph.form import Value
 
-_COMPOSED = frozenset(  # other names of operators with a rule, too; also of integers
+_COMPOSED = frozenset(  # decomposed of integers, too; some are second names of others
     "einsum repeat_interleave tile numpy_T mT matrix_H adjoint subtract negative multiply divide "
     "true_divide __and__ __or__ absolute clip concat concatenate pad take take_along_dim".split()
 )

@@ -286,11 +286,12 @@ def _(c: Call, x: Value, dim: int, index: Value, **_: Any) -> Value:
     if row_index is not None:
         return c.form.gather(x, dim, row_index)
     if dim == 1 and len(x.shape) == 2:  # single elements of each row
-        rows = c.form.count(x.shape[0])
+        column = _column(c, x.shape[0])
         # of the rows of sequences, of a block table
         if x.op == "gather" and not x.literal and len(x.sources[0].shape) == 2:
             x, rows = x.sources
-        return take_indexed(c, x, [c.form.reshape(rows, (prod(rows.shape), 1)), index])
+            column = c.form.reshape(rows, column.shape)
+        return take_indexed(c, x, [column, index])
     raise Departs
 
 
@@ -456,10 +457,7 @@ def _(
     is_first = is_run and (dim, first) == (0, 0)
     if is_first and (written := _write_entries(c.form, x, src)) is not None:
         return written
-    memory = strip_reshapes(x)
-    if memory.op == "slice" and memory.literal[::2] == (0, 1):
-        memory = memory.sources[0]
-    if is_run and _is_written_by_rows(c.form, memory, src, dim):
+    if is_run and _is_written_by_rows(c.form, x, src, dim, of_entries=True):
         return _write_run(c, x, src, dim, first)
     first, last, step = slice(start, end, step).indices(x.shape[dim])
     if src.shape[dim] != len(range(first, last, step)):
@@ -467,10 +465,16 @@ def _(
     return _write_slice(c, x, src, dim, first, step)
 
 
-def _is_written_by_rows(form: Form, x: Value, src: Value, dim: int) -> bool:
-    """True if a part of ``x`` along ``dim`` is rows of an input, and gets new ones."""
+def _is_written_by_rows(
+    form: Form, x: Value, src: Value, dim: int, of_entries: bool = False
+) -> bool:
+    """True if a part of ``x`` along ``dim`` is rows of an input, and gets new ones.
+
+    of_entries  ``x`` may be any literal entries of the input
+    """
     inner = strip_reshapes(x)
-    inner = inner.sources[0] if is_open_part(inner) else inner
+    is_entries = of_entries and inner.op == "slice" and inner.literal[::2] == (0, 1)
+    inner = inner.sources[0] if is_entries or is_open_part(inner) else inner
     is_memory = inner.op == "leaf" and not x.active
     return src.active and not form.keeps_parts and is_memory and dim < len(x.shape) - 1
 

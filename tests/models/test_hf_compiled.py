@@ -109,7 +109,7 @@ def test_fused_steps_on_cpu(name: str) -> None:
     text = "\n".join(map(str, reports))
     fused = [fusion for report in reports for fusion in report.fused]
     assert len(fused) == layers and not any(report.rejected for report in reports), text
-    assert all("self_attn" in fusion.layer for fusion in fused), text
+    assert all(fusion.layer.rstrip(".01").endswith("self_attn") for fusion in fused), text
     assert name in BREAKS or len(reports) == 1
     assert all(
         how in line for line in text.splitlines() if line.startswith("  + ") and "equal" not in line
