@@ -91,9 +91,7 @@ class Record:
             return
         gain = seconds_saved(plan, leftovers_of(plan), self._config.machine)
         if gain is not None and gain <= 0:
-            obstacles = ", ".join(
-                f"[{obstacle.code}] {obstacle.message}" for obstacle in caches.obstacles
-            )
+            obstacles = ", ".join(map(str, caches.obstacles))
             detail = f"a call takes {-gain * 1e6:.0f} us more; not in place: {obstacles}"
             raise Departure("staging.gains_nothing", detail, plan.proposal.products[-2:])
 

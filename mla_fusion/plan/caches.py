@@ -42,6 +42,9 @@ class Obstacle:
     message: str
     remedy: str = ""
 
+    def __str__(self) -> str:
+        return f"[{self.code}] {self.message}"
+
 
 @dataclass(frozen=True)
 class Write:

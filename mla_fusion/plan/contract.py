@@ -51,8 +51,7 @@ def check_contract(plan: Plan, config: Config, source: Graph) -> tuple[str, ...]
     except ContractError as error:
         detail = f"{error.argument}: expected {error.expected}, found {error.found}"
         if error.argument == "cache_mode" and isinstance(plan.caches, Staged):
-            obstacle = plan.caches.obstacles[0]
-            detail += f"; not in place: [{obstacle.code}] {obstacle.message}"
+            detail += f"; not in place: {plan.caches.obstacles[0]}"
         value = plan.values.get(error.argument, plan.proposal.x)
         raise Departure(f"contract:{error.code}", detail, [value]) from None
     release = limits(V3_FUNCTIONAL.name, machine.soc, machine.cann, "graph")

@@ -270,7 +270,7 @@ class Planner:
         except Departure as reason:  # a fused cache operator needs more than the rows
             obstacles = caches.obstacles if isinstance(caches, Staged) else ()
             for obstacle in [cause for cause in obstacles if cause is not PAIRS][:1]:
-                detail = f"{reason.detail}; not in place: [{obstacle.code}] {obstacle.message}"
+                detail = f"{reason.detail}; not in place: {obstacle}"
                 raise Departure(reason.code, detail, reason.values) from None
             raise
         if not replaced:
@@ -305,7 +305,7 @@ class Planner:
             first = caches.obstacles[0]
             is_unproven = first.code == "slots.unproven"
             code = first.code if is_unproven else "cache.staging_forbidden"
-            raise Departure(code, f"[{first.code}] {first.message}", proposal.products)
+            raise Departure(code, str(first), proposal.products)
         return plan
 
     def _accept_contract(self, plan: Plan, claims: list[Claim]) -> tuple[Plan, tuple[str, ...]]:
