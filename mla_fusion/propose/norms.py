@@ -2,9 +2,10 @@
 
 ``prologue.py`` asks this for the latents of query and key, ``departures.py`` for near misses.
 
-A row of equal elements ``(1 - eps) / 2`` makes the radicand a square. The normed row is then
-``gamma * (1 - eps) / (1 + eps)``. So gamma is what the graph makes of that row, whatever it casts,
-adds or multiplies on the way. Candidates for epsilon are the numbers under the roots of the cone.
+A row of equal elements ``(s - eps) / 3``, where s is 9 / 4, makes the radicand a square. The
+normed row is then ``gamma * (s - eps) / (s + eps)``. So gamma is what the graph makes of that row,
+whatever it casts, adds or multiplies on the way. Candidates for epsilon are the numbers under the
+roots of the cone.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from mla_fusion.graph.layout import token_layout
 from mla_fusion.graph.numbers import Number
 from mla_fusion.graph.read import values_of
 from mla_fusion.propose.sites import Site, to_rows
+
+_SQUARE = Fraction(9, 4)  # the one epsilon that cannot be probed: rows would be 0
 
 
 @dataclass(frozen=True)
@@ -95,9 +98,9 @@ def read_norm(site: Site, value: Value, what: str) -> Norm:
     computed_rows = form.renamed(rows, fixed | _substitutes(site, products))
     activations = {leaf: token_layout(shape[:1], shape[1:])}
     for epsilon in dict.fromkeys(_epsilon_candidates(site, value, size)):
-        row = fill_products(site, rows, form.number((1 - epsilon) / 2))
+        row = fill_products(site, rows, form.number((_SQUARE - epsilon) / 3))
         fill_result = form.reshape(form.slice(row, 0, 0, 1), (size,))
-        gamma = form.scaled(fill_result, Number((1 + epsilon) / (1 - epsilon)))
+        gamma = form.scaled(fill_result, Number((_SQUARE + epsilon) / (_SQUARE - epsilon)))
         if gamma.active:
             continue
         has_gamma, normed = True, rms_norm(form, latents, gamma, epsilon)[0]
@@ -153,6 +156,6 @@ def _epsilon_candidates(site: Site, value: Value, size: int) -> Iterator[Fractio
         constant = radicand.literal[1]
         for square in squares:
             for epsilon in (constant * square / size, constant * square):
-                if 0 < epsilon != 1:  # 1 cannot be probed
+                if 0 < epsilon != _SQUARE:
                     yield epsilon
     yield Fraction(0)

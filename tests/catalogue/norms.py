@@ -133,6 +133,7 @@ NORMS = {
     "RootOfSpreadMean": by_scale(
         lambda n, x: torch.rsqrt((x.pow(2).mean(-1, True) + n.eps).expand_as(x))
     ),
+    "NormOfThousandths": norm(lambda n, x: HfNorm.forward(n, x * 1e-3)),  # an epsilon of 1
     "Normalize": norm(
         lambda n, x: (F.normalize(wide(x), dim=-1) * math.sqrt(x.shape[-1])).to(x.dtype) * n.weight
     ),
