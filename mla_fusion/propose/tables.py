@@ -61,9 +61,8 @@ def _operands_beside(site: Site) -> Iterator[tuple[Value, Layout]]:
                     source, [own if is_token_free(axis) else size for axis, size, own in sizes]
                 )
                 axes = broadcast_to(axes, source)
-            is_one_row = site.tokens == 1 and value.op != "dot"
             for moved_source in _moved_sources(source, axes):
-                if is_one_row or has_tokens(moved_source[1]):
+                if site.tokens == 1 or has_tokens(moved_source[1]):
                     yield moved_source
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .base import DR, Base, D, H, Parts, half, hf_interleave, npu, rotate_half, rotated
+from .base import DR, Base, D, H, Parts, half, hf_interleave, npu, paged_args, rotate_half, rotated
 from .entry import IN_PLACE, OURS, STAGED, entry, miss, step
 
 
@@ -138,6 +138,11 @@ def matrices(c: Tensor, sn: Tensor) -> Tensor:
 def by_einsum(self: Any, x: Tensor, c: Tensor, sn: Tensor) -> Tensor:
     pairs = torch.einsum("...rij,...rj->...ri", matrices(c, sn), x.unflatten(-1, (H, 2)))
     return pairs.transpose(-1, -2).flatten(-2)
+
+
+@step("rotate", IN_PLACE, tags="rope", args=lambda: paged_args(1))
+def by_einsum_of_one_token(self: Any, x: Tensor, c: Tensor, sn: Tensor) -> Tensor:
+    return by_einsum(self, x, c, sn)
 
 
 @step("rotate", STAGED, tags="rope, device")
