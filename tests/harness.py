@@ -220,9 +220,7 @@ def distance(a: Tensor, b: Tensor) -> float:
 def assert_as_exact(
     model: nn.Module, args: tuple[Tensor, ...], fused: list[Tensor], slack: float = 1.1
 ) -> None:
-    """Against a float64 run of the same maths, the fused run errs no more than the unfused one
-    (times slack).
-    """
+    """Beside float64, the fused run errs no more than the unfused one (times slack)."""
     assert_no_worse(exact(model, args), eager(model, clones(args)), fused, slack)
 
 

@@ -360,7 +360,7 @@ def _read_write(graph: Graph, value: Value) -> Write | Obstacle:
     if memory.op != "leaf" or cache is None:
         return _no_input_obstacle(graph, memory)
     tensor, width = cache.meta["val"], value.shape[1]
-    if graph.shape(tensor.shape)[-1] != width:
+    if graph.shape(tensor.shape)[-1] != width or guard(tensor.shape[-1] == width) is False:
         detail = f"{cache.name} is {tensor.shape[-1]} wide, the rows written to it {width}"
         return Obstacle("cache.width", detail)
     paged_shape = _paged_shape(cache)

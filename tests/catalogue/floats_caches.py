@@ -112,9 +112,7 @@ class HifAttentionByOperator(_ByOperator):
 
 @entry(STAGED, source=OURS, tags=TAGS, weight_quant_mode=3, soc="A5", args=latent_args)
 class MxAttentionOverflows(FloatAttention):
-    """What becomes of numbers out of range is left to the cast, which is NaN in one torch and 448
-    in another.
-    """
+    """Numbers out of range are left to the cast: NaN in one torch, 448 in another."""
 
     def quantise(self, rows: Tensor) -> Tensor:
         return (rows.float() * self.kv_scale).to(torch.float8_e4m3fn)

@@ -194,9 +194,7 @@ class Neox(PagedRotateHalf):
     slack=1.1,
 )
 class NpuOperators(Prologue):
-    """(d) torch_npu's operators as cann-recipes and vllm-ascend chain them; ``version`` of the
-    cache operator.
-    """
+    """(d) torch_npu's operators as in cann-recipes and vllm-ascend; ``version`` of the cache's."""
 
     norm = NpuNorm
 

@@ -156,6 +156,13 @@ def test_symbolic_sizes(entry: Entry) -> None:
     assert_right(entry, model, args, fused)
 
 
+def test_a_cache_whose_width_is_a_symbol() -> None:
+    """Unverified: steps of the witness would make it a number."""
+    (entry,) = (entry for entry in FUSED if entry.name == "OperatorsNz")
+    compiled(entry.model(), entry.args(), mf.backend(entry.config(verify="off")), dynamic=True)
+    assert_outcome(mf.reports()[-1], entry)
+
+
 @pytest.mark.parametrize(
     ("entry", "dynamic"),
     [

@@ -75,9 +75,7 @@ def test_what_is_not_given_out_may_not_be_read(name: str) -> None:
 
 @pytest.mark.portable
 def test_scales_and_weights_may_be_computed() -> None:
-    """By whatever: the kernel is handed the results. (Without VNNI, torch._int_mm itself saturates
-    its sums.)
-    """
+    """The kernel is handed the results. (Without VNNI, torch._int_mm saturates its sums.)"""
 
     def computed(multiply: Callable[[Tensor, Tensor], Tensor]) -> Any:
         torch.manual_seed(0)

@@ -20,9 +20,7 @@ Reader = Callable[[Tensor], Tensor]
 
 
 class Gives(Base):
-    """Gives out the absorbed query, through ``reader``, as the product of heads leaves it: [N, T,
-    512] turned.
-    """
+    """Gives out the absorbed query, through ``reader``, as heads leave it: [N, T, 512] turned."""
 
     def __init__(self, reader: Reader, turned: bool = True) -> None:
         super().__init__()

@@ -105,9 +105,7 @@ def test_copies_are_those_of_memory(name: str, fused: bool, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("fused", [True, False])
 def test_slices_of_a_ge_graph_are_joined_to_whole_caches(fused: bool, tmp_path: Path) -> None:
-    """``cache[:b, s:e] = rows`` as DeepSeek's model.py has it: each cache is put together anew, and
-    given out.
-    """
+    """``cache[:b, s:e] = rows``, DeepSeek's way: each cache is made anew, and given out."""
     _, copies, _ = lowered("ComplexDense", "ge", tmp_path, fused)
     whole: dict[str, int] = {}
     for one in copies:
