@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
 from hashlib import blake2b
-from math import prod
+from math import isfinite, prod
 
 import torch
 from torch import Tensor
@@ -80,11 +80,19 @@ def number(value: Number, point: Point) -> int:
 
 
 def elements_of(tensor: Tensor, point: Point) -> Tensor:
-    """A tensor of literals as elements: each float is the number that it stands for."""
+    """A tensor of literals as elements: each float is the number that it stands for.
+
+    Infinity and NaN are numbers of which nothing is known.
+    """
     if not tensor.is_floating_point():
         return tensor.long() % point.p
     values, places = tensor.double().unique(return_inverse=True)
-    elements = [number(literal(value, tensor.dtype), point) for value in values.tolist()]
+    elements = [
+        number(literal(value, tensor.dtype), point)
+        if isfinite(value)
+        else word(point.seed, value) % point.p
+        for value in values.tolist()
+    ]
     return torch.tensor(elements, dtype=torch.int64)[places].reshape(tensor.shape)
 
 

@@ -17,12 +17,13 @@ from mla_fusion.graph.call import Call, Departs, Size, operator
 from mla_fusion.graph.form import Form, Value, filled_with, strip_reshapes
 from mla_fusion.graph.numbers import is_open
 
-_VIEWS = (
-    "view _unsafe_view reshape _reshape_alias unsqueeze squeeze flatten unflatten ravel view_as"
-)
+_VIEWS = """
+view _unsafe_view reshape _reshape_alias unsqueeze squeeze flatten unflatten ravel view_as view_copy
+unsqueeze_copy squeeze_copy _reshape_copy
+"""
 
 
-@operator(*_VIEWS.split(), *(f"{name}_copy" for name in "view unsqueeze squeeze _reshape".split()))
+@operator(*_VIEWS.split())
 def _(c: Call, x: Value, size: Any = None, dtype: Any = None, **_: Any) -> Value:
     if isinstance(dtype, torch.dtype):
         return _reinterpret(c, x, dtype)
@@ -96,10 +97,12 @@ def _(c: Call, x: Value, dim: int, index: int) -> Value:
     return c.form.select(x, dim, index)
 
 
-_SPLITS = "split split_with_sizes chunk tensor_split unsafe_split unsafe_chunk"
+_SPLITS = """
+split split_with_sizes chunk tensor_split unsafe_split unsafe_chunk split_copy split_with_sizes_copy
+"""
 
 
-@operator(*_SPLITS.split(), "split_copy", "split_with_sizes_copy")
+@operator(*_SPLITS.split())
 def _(c: Call, x: Value, dim: int = 0, **_: Any) -> list[Value]:
     sizes = tuple([shape[dim] for shape in c.shape])
     if sum(sizes) != x.shape[dim]:  # one of them is a difference: a symbol of its own
@@ -136,10 +139,13 @@ def _(c: Call, tensors: Sequence[Value], dim: int = 0) -> Value:
     return concatenate(c, parts, dim)
 
 
-_IDENTITIES = "clone alias detach contiguous lift_fresh lift_fresh_copy resolve_conj resolve_neg"
+_IDENTITIES = """
+clone alias detach contiguous lift_fresh lift_fresh_copy resolve_conj resolve_neg alias_copy
+detach_copy npu::npu_format_cast
+"""
 
 
-@operator(*_IDENTITIES.split(), "alias_copy", "detach_copy", "npu::npu_format_cast")
+@operator(*_IDENTITIES.split())
 def _(c: Call, x: Any, **_: Any) -> Any:
     return x
 

@@ -251,6 +251,15 @@ class OwnWeights(Sequences):
         self.q_a_proj = ForEachSequence()  # type: ignore[assignment]
 
 
+@entry(IN_PLACE, source=OURS, tags="readers")
+class GateOnX(PagedRotateHalf):
+    """Of experts, beside the query: those of other groups are at minus infinity."""
+
+    def forward(self, x: Tensor, *args: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+        scores = torch.where(x[:, :8] > 0, x @ self.q_a_proj.weight[:8].T, -torch.inf)
+        return *super().forward(x, *args), scores.sigmoid()
+
+
 class KeepingNorm(HfNorm):
     """Keeps the normed rows as they are before they are rounded."""
 

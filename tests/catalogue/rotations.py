@@ -92,9 +92,7 @@ class RotatedTogether(Parts):
 
 @entry(IN_PLACE, source="transformers", tags="rope, layout, device")
 class JoinedAndSplitAgain(Parts):
-    """Hugging Face's habit, absorbed: q is put together again after RoPE, and taken apart for the
-    two products.
-    """
+    """Hugging Face's habit, absorbed: q is joined after RoPE, and split for the two products."""
 
     def rotated(
         self, q_nope: Tensor, q_pe: Tensor, k_pe: Tensor, c: Tensor, sn: Tensor

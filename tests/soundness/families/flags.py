@@ -1,6 +1,4 @@
-"""Flags and masks that come in: one coin toss of a probe, or always the same, and another model the
-other way.
-"""
+"""Flags and masks that come in: a coin toss, or always the same, and another model otherwise."""
 
 from __future__ import annotations
 
