@@ -213,9 +213,12 @@ class Evaluation:
 
     def _random(self, value: Value, layout: Layout) -> Elements:
         """Random elements by the Value and the place of each; copies of the tokens have equal
-        elements.
+        elements. So have literals that only axes of size 1 tell apart.
         """
-        name = field.word(self.point.seed, "value", value.serial)
+        key = value.serial
+        if value.op == "constant":
+            key = hash((value.literal, value.dtype, *filter((1).__ne__, value.shape)))
+        name = field.word(self.point.seed, "value", key)
         if value.model and not has_tokens(layout) and len(value.shape) > 1:
             return Weight.of_leaf(name, value.shape)
         shape = self.binding.shape(layout)
@@ -234,8 +237,9 @@ class Evaluation:
         op, literal = value.op, value.literal
         if value.is_number:
             return torch.tensor(field.number(literal[1], self.point), dtype=torch.int64)
-        is_literal = op in ("constant", "count")
-        if op in ("leaf", "opaque", "write") or (is_literal and has_tokens(layout)):
+        if op in ("leaf", "opaque", "write") or (
+            op in ("constant", "count") and has_tokens(layout)
+        ):
             return None
         if op == "constant":
             return field.elements_of(literal.tensor, self.point)

@@ -154,8 +154,10 @@ _CHANNELS, _PACKED = 2, 3  # kv_cache_quant_mode
 
 def _count_obstacle(graph: Graph, slots: int, tokens: int) -> Obstacle:
     """Returns the obstacle of a write with another number of slots than tokens."""
-    detail = f"{graph.size_text(slots)} slots for tokens [{graph.size_text(tokens)}]"
-    return Obstacle("cache.slots_count", detail)
+    return Obstacle(
+        "cache.slots_count",
+        f"{graph.size_text(slots)} slots for tokens [{graph.size_text(tokens)}]",
+    )
 
 
 def _pair_obstacles(graph: Graph, kv: Write, kr: Write) -> Iterator[Obstacle]:

@@ -207,7 +207,7 @@ class _NearMisses:
     @cached_property
     def values(self) -> list[Value]:
         """Returns all Values that are made of inputs, in order."""
-        return _sorted(value for value in order(self.graph.nodes) if not value.model)
+        return [value for value in order(self.graph.nodes) if not value.model]
 
     @cached_property
     def users(self) -> dict[Value, list[Value]]:
@@ -258,10 +258,10 @@ class _NearMisses:
         }
         nearest_layers = layers - farther_layers or layers
         made_of_layers = set(nearest_layers)
-        for step in _sorted(steps):
+        for step in sorted(steps, key=serial):
             if not made_of_layers.isdisjoint(step.sources):
                 made_of_layers.add(step)
-        return _sorted(nearest_layers), _sorted(made_of_layers & steps)
+        return sorted(nearest_layers, key=serial), sorted(made_of_layers & steps, key=serial)
 
     def _reached(self, value: Value) -> tuple[set[Value], set[Value]]:
         """Returns the layers and the steps that a Value is made of, up to those layers."""
@@ -397,7 +397,7 @@ class _NearMisses:
         for two_terms in combinations(filter(None, layers_of_terms), 2):
             if two_terms[0].isdisjoint(two_terms[1]):
                 text = f"%s {'adds' if value.op == 'sum' else 'joins'} what %s and %s make"
-                pair = _sorted(min(term, key=serial) for term in two_terms)
+                pair = sorted((min(term, key=serial) for term in two_terms), key=serial)
                 return Reason("linear.hidden", text, (value, *pair))
         for term, is_adapter in self._other_addends(value) if any(layers_of_terms) else ():
             return Reason("linear.hidden" if is_adapter else "", "%s adds %s", (value, term))
@@ -478,11 +478,14 @@ class _NearMisses:
     def _likeness(self, down: Site, up: Site) -> float:
         """Returns how much of a prologue the products of two sites are part of, from 0 to 1."""
         dots = {*down.layers}
-        if any(self._is_residual(step, down.rows) for step in self.latents[up][1]):
-            return 0
         up_sites = [
-            site for site, (layers, _) in self.latents.items() if not dots.isdisjoint(layers)
+            site
+            for site, (layers, steps) in self.latents.items()
+            if not dots.isdisjoint(layers)
+            and not any(self._is_residual(step, down.rows) for step in steps)
         ]
+        if up not in up_sites:
+            return 0
         normed_sites = [
             site
             for site in up_sites
@@ -789,11 +792,6 @@ class _NearMisses:
             layers, steps = self._reached(addend)
             if not (layers or addend.model) and prod(addend.shape) == prod(value.shape):
                 yield addend, any(step.op in ("dot", "opaque") for step in steps)
-
-
-def _sorted(values: Iterable[Value]) -> list[Value]:
-    """Returns the Values in the order in which they were made."""
-    return sorted(values, key=serial)
 
 
 def _find_norm(down: Site, steps: Sequence[Value], rows: Value) -> Value | None:

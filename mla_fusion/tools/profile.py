@@ -37,6 +37,7 @@ _MOVE = re.compile(
     r"Cast|Trans|TensorMove|ViewCopy|Identity|AsStrided|Copy|Slice|StridedSlice|Split|Concat|Pack"
     r"|Pad|Scatter|IndexPut"
 )
+_text = "{:.1f}".format
 
 
 @dataclass(frozen=True)
@@ -134,11 +135,6 @@ the prologue, a step:
 {_table(self.prologue)}
 casts, transposes, copies and scatters around it, a step:
 {_table(self.around)}"""
-
-
-def _text(value: float) -> str:
-    """Returns a figure with one digit after the point."""
-    return f"{value:.1f}"
 
 
 def _table(rows: Iterable[Row]) -> str:
