@@ -43,6 +43,19 @@ class TablesLookedUpTwice(Base):
         return self.rotate(k_pe, c, s)
 
 
+@entry(IN_PLACE, source=OURS, tags="tables")
+class TablesOfNumbers(Base):
+    """The key reads them without an axis of heads."""
+
+    def rotate(self, x: Tensor, c: Tensor, s: Tensor) -> Tensor:
+        angles = torch.outer(torch.arange(len(x)), 10.0 ** -(torch.arange(DR) % (DR // 2) / 8))
+        angles = angles.view(len(x), *[1] * (x.dim() - 2), DR)
+        return rotated(x, angles.cos().bfloat16(), angles.sin().bfloat16())
+
+    def rotate_k(self, k_pe: Tensor, c: Tensor, s: Tensor) -> Tensor:
+        return self.rotate(k_pe.squeeze(1), c, s).unsqueeze(1)
+
+
 def halves_of_a_table() -> tuple[Tensor, ...]:
     x, cos, sin, *rest = paged_args(5)
     return (x, torch.cat([cos, sin], -1), *rest)

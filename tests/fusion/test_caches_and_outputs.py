@@ -1,6 +1,4 @@
-"""What a fused prologue writes and gives out: rows of caches, values for other readers, layers that
-share probes.
-"""
+"""What a fused prologue writes and gives out: rows, values for other readers, shared probes."""
 
 from __future__ import annotations
 

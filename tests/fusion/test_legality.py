@@ -1,6 +1,4 @@
-"""Order, aliases and mutation: whatever stands around a prologue, the fused run leaves and returns
-what it should.
-"""
+"""Order, aliases and mutation: the fused run leaves and returns what it should."""
 
 from __future__ import annotations
 

@@ -34,9 +34,7 @@ def by_table(module: Any, *states: Any) -> Any:
 def expanding(
     parts: Callable[..., tuple[Any, Any]], attend: Attend = by_table, longest: int = 1 << 20
 ) -> Any:
-    """A forward that expands latents before it caches them; up to ``longest`` tokens go to the
-    table's function.
-    """
+    """Expands latents before it caches them; up to ``longest`` tokens go to the table."""
 
     def forward(
         self: Any, hidden_states: Tensor, position_embeddings: Any, attention_mask: Any,

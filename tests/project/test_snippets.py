@@ -1,6 +1,4 @@
-"""Everything that README and docs show as code or as a command runs as it is shown, on a machine
-without an NPU.
-"""
+"""All that README and docs show as code or command runs as shown, on a machine without an NPU."""
 
 from __future__ import annotations
 

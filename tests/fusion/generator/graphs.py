@@ -51,9 +51,7 @@ class Case:
 
 
 def capture(choices: Choices) -> Case:
-    """The inference graph, functionalised, each input mutation a ``copy_`` at the end, as AOT
-    autograd makes it.
-    """
+    """The inference graph as AOT autograd makes it, each input mutation a ``copy_`` at the end."""
     drawn = draw(p.LEADS[choices["tokens"]], int(choices["heads"]))
     names = sorted(_used(choices, drawn), key=list(drawn).index)
 
