@@ -51,9 +51,7 @@ def test_the_version_of_cann(
 
 
 def doctor_beside(site: Path) -> tuple[int, dict[str, Any], str]:
-    """Status, answer and stderr of `mla-fusion doctor --json` in a process that finds packages in
-    ``site`` first.
-    """
+    """Status, answer and stderr of `mla-fusion doctor --json`, with ``site`` searched first."""
     command = [
         sys.executable,
         "-c",

@@ -23,9 +23,7 @@ def judge(
     draws: list[tuple[str, Named]],
     config: mf.Config,
 ) -> Outcome:
-    """``usual``: without the attack; ``draws``: the inputs, the first of which is what the graph is
-    captured on.
-    """
+    """``usual``: without the attack; ``draws``: inputs; the graph is captured on the first."""
     wanted = {label: attempt(program, named) for label, named in draws}
     if wanted["as compiled"] is None:
         raise Invalid("it does not run at all")
