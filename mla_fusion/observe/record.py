@@ -240,7 +240,7 @@ def describe_absence(projections: Projections) -> tuple[str, ...]:
     counts = [len(site.products) for site in projections.sites.values()]
     norms = len({radicand for value in values for radicand in radicands(value)})
     dots = [value.sources[1] for value in values if value.op == "dot"]
-    by_head = sum(bool(factor.weight) and len(factor.shape) == 3 for factor in dots)
+    by_head = sum(factor.weight and len(factor.shape) == 3 for factor in dots)
     writes = sum(value.op == "write" for value in values)
     lines = [
         "no MLA prologue in this graph. The parts of one, and how many the graph has:",
