@@ -215,9 +215,9 @@ class Evaluation:
         """Random elements by the Value and the place of each; copies of the tokens have equal
         elements. So have literals that only axes of size 1 tell apart.
         """
-        key = value.serial
+        key: object = value.serial
         if value.op == "constant":
-            key = hash((value.literal, value.dtype, *filter((1).__ne__, value.shape)))
+            key = value.literal.key, value.dtype, *filter((1).__ne__, value.shape)
         name = field.word(self.point.seed, "value", key)
         if value.model and not has_tokens(layout) and len(value.shape) > 1:
             return Weight.of_leaf(name, value.shape)

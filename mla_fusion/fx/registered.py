@@ -115,12 +115,14 @@ def _check_arguments(overload: OpOverload, decomposition: Callable[..., Any]) ->
     """Raises TypeError if the function does not take the arguments that the operator needs."""
     needed = [item for item in schema_of(overload).arguments if not item.has_default_value()]
     try:
-        inspect.signature(decomposition).bind(
+        signature = inspect.signature(decomposition)
+    except ValueError:  # a function of torch's without a signature
+        return
+    try:
+        signature.bind(
             *(None for item in needed if not item.kwarg_only),
             **{item.name: None for item in needed if item.kwarg_only},
         )
-    except ValueError:  # a function of torch's without a signature
-        pass
     except TypeError as error:
         raise TypeError(f"{overload}: its decomposition takes other arguments: {error}") from error
 

@@ -40,6 +40,7 @@ from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache, reduce
+from hashlib import blake2b
 from itertools import accumulate, groupby
 from math import prod
 from operator import attrgetter
@@ -59,15 +60,17 @@ _SHORT = 4  # most terms of a sum that is merged into another sum
 
 
 class Array:
-    """A tensor of literals. Two Arrays are equal if their bytes are equal."""
+    """A tensor of literals. Two Arrays are equal if their bytes are.
+
+    key  a hash of the bytes, the same in every process
+    """
 
     __slots__ = ("key", "tensor")
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor.detach().cpu().contiguous()
         flat = self.tensor.reshape(-1)
-        flat = flat.to(torch.uint8 if flat.dtype == torch.bool else flat.dtype)
-        self.key: bytes = flat.view(torch.uint8).numpy().tobytes()
+        self.key: bytes = blake2b(flat.view(torch.uint8).numpy().tobytes()).digest()
 
     def __hash__(self) -> int:
         return hash(self.key)

@@ -154,10 +154,8 @@ _CHANNELS, _PACKED = 2, 3  # kv_cache_quant_mode
 
 def _count_obstacle(graph: Graph, slots: int, tokens: int) -> Obstacle:
     """Returns the obstacle of a write with another number of slots than tokens."""
-    return Obstacle(
-        "cache.slots_count",
-        f"{graph.size_text(slots)} slots for tokens [{graph.size_text(tokens)}]",
-    )
+    detail = f"{graph.size_text(slots)} slots for tokens [{graph.size_text(tokens)}]"
+    return Obstacle("cache.slots_count", detail)
 
 
 def _pair_obstacles(graph: Graph, kv: Write, kr: Write) -> Iterator[Obstacle]:
@@ -362,6 +360,7 @@ def _read_write(graph: Graph, value: Value) -> Write | Obstacle:
     if memory.op != "leaf" or cache is None:
         return _no_input_obstacle(graph, memory)
     tensor, width = cache.meta["val"], value.shape[1]
+    # a symbol that the reader found to be the width may be another number in the next call
     if graph.shape(tensor.shape)[-1] != width or guard(tensor.shape[-1] == width) is False:
         detail = f"{cache.name} is {tensor.shape[-1]} wide, the rows written to it {width}"
         return Obstacle("cache.width", detail)

@@ -78,9 +78,8 @@ class Planner:
         kernel takes no such number of heads, the heads are padded. Raises Departure.
         """
         if proposal.target not in self.config.targets:
-            raise Departure(
-                "target.unlisted", f"Config.targets is {self.config.targets}", proposal.products
-            )
+            detail = f"Config.targets is {self.config.targets}"
+            raise Departure("target.unlisted", detail, proposal.products)
         for variant in cache_variants(self.projections, proposal):
             try:
                 plan = self._plan_proposal(variant)
@@ -275,9 +274,8 @@ class Planner:
                 raise Departure(reason.code, detail, reason.values) from None
             raise
         if not replaced:
-            raise Departure(
-                "graph.unread", f"{len(region)} nodes of the prologue", proposal.products
-            )
+            detail = f"{len(region)} nodes of the prologue"
+            raise Departure("graph.unread", detail, proposal.products)
         return Plan(graph, proposal, caches, rewrites, region, replaced)
 
     def _read_back(self, proposal: Proposal, caches: InPlace, claims: list[Claim]) -> list[Claim]:

@@ -37,7 +37,7 @@ _MOVE = re.compile(
     r"Cast|Trans|TensorMove|ViewCopy|Identity|AsStrided|Copy|Slice|StridedSlice|Split|Concat|Pack"
     r"|Pad|Scatter|IndexPut"
 )
-_text = "{:.1f}".format
+_text = "{:.1f}".format  # of a figure
 
 
 @dataclass(frozen=True)
