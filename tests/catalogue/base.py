@@ -200,3 +200,7 @@ def paged_caches() -> tuple[Tensor, Tensor]:
 def paged_args(tokens: int = 8) -> tuple[Tensor, ...]:
     slots = torch.randperm(BLOCKS * BLOCK_SIZE)[:tokens]
     return (torch.randn(tokens, HE).bfloat16(), *tables(tokens), *paged_caches(), slots)
+
+
+def one_token() -> tuple[Tensor, ...]:
+    return paged_args(1)

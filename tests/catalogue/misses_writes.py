@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .base import BLOCK_SIZE, DR, HCKV, Base, paged_args
+from .base import BLOCK_SIZE, DR, HCKV, Base, one_token
 from .entry import IN_PLACE, STAGED, Methods, based, miss, misses
 from .prologues import NpuOperators
 from .writes import parts_args
@@ -137,10 +137,6 @@ MISSES: dict[str, tuple[Methods, str]] = {
     "negative": (dict(write=written(put_negative, put_negative)), STAGED),
 }
 misses("cache", MISSES)
-
-
-def one_token() -> tuple[Tensor, ...]:
-    return paged_args(1)
 
 
 # All rows but those of the only token: values without elements are read, and mean nothing.

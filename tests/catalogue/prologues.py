@@ -23,6 +23,7 @@ from .base import (
     attend,
     hf_interleave,
     linear,
+    one_token,
     paged_args,
     paged_caches,
     rotate_half,
@@ -309,10 +310,6 @@ def flat_cache_args(rank: int, tokens: int = 8) -> tuple[Tensor, ...]:
     return x, cos, sin, kv_cache.view(*lead, HCKV), kr_cache.view(*lead, DR), slots
 
 
-def one_token_args() -> tuple[Tensor, ...]:
-    return paged_args(1)
-
-
 entry(
     IN_PLACE,
     source="cann-recipes and vllm-ascend",
@@ -320,6 +317,6 @@ entry(
     name="NpuOperatorsV1",
     slack=1.1,
 )(lambda: NpuOperators(version=1))
-entry(IN_PLACE, source=OURS, tags="device, layout", name="OneToken", args=one_token_args)(
+entry(IN_PLACE, source=OURS, tags="device, layout", name="OneToken", args=one_token)(
     PagedRotateHalf
 )

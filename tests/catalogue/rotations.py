@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .base import DR, Base, D, H, Parts, half, hf_interleave, npu, paged_args, rotate_half, rotated
+from .base import DR, Base, D, H, Parts, half, hf_interleave, npu, one_token, rotate_half, rotated
 from .entry import IN_PLACE, OURS, STAGED, entry, miss, step
 
 
@@ -138,7 +138,7 @@ def by_einsum(self: Any, x: Tensor, c: Tensor, sn: Tensor) -> Tensor:
     return pairs.transpose(-1, -2).flatten(-2)
 
 
-@step("rotate", IN_PLACE, tags="rope", args=lambda: paged_args(1))
+@step("rotate", IN_PLACE, tags="rope", args=one_token)
 def by_einsum_of_one_token(self: Any, x: Tensor, c: Tensor, sn: Tensor) -> Tensor:
     return by_einsum(self, x, c, sn)
 

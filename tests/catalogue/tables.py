@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .base import DR, HCKV, HE, Base, Prologue, attend, npu, paged_args, rotated, tables
+from .base import DR, HCKV, HE, Base, Prologue, attend, npu, one_token, paged_args, rotated, tables
 from .entry import IN_PLACE, OURS, STAGED, entry, miss
 from .rotations import pairs
 
@@ -318,7 +318,7 @@ class DroppedTables(Base):
         return super().rotate(x, F.dropout(c, 0.3), s)
 
 
-@entry(IN_PLACE, source=OURS, tags="tables", args=lambda: paged_args(1))
+@entry(IN_PLACE, source=OURS, tags="tables", args=one_token)
 class OnePosition(Base):
     """Tables of one position, [Dr], for every token."""
 

@@ -11,7 +11,7 @@ from mla_fusion.meta.number_formats import HIFLOAT8
 from torch import Tensor, nn
 
 import mla_fusion as mf
-from tests.catalogue import Entry, select
+from tests.catalogue import ENTRIES, Entry, select
 from tests.catalogue.base import HCKV
 from tests.catalogue.int8_plain import PlainFull
 from tests.harness import (
@@ -158,7 +158,7 @@ def test_symbolic_sizes(entry: Entry) -> None:
 
 def test_a_cache_whose_width_is_a_symbol() -> None:
     """Unverified: steps of the witness would make it a number."""
-    (entry,) = (entry for entry in FUSED if entry.name == "OperatorsNz")
+    entry = ENTRIES["OperatorsNz"]
     compiled(entry.model(), entry.args(), mf.backend(entry.config(verify="off")), dynamic=True)
     assert_outcome(mf.reports()[-1], entry)
 

@@ -1,4 +1,6 @@
-"""Operators of the user's own: known by a function, and left where nothing is fused."""
+"""Operators of the user's own: known by a function, in static and dynamic graphs, and left where
+nothing is fused.
+"""
 
 from __future__ import annotations
 

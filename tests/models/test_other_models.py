@@ -1,4 +1,6 @@
-"""Models without MLA: same bits, nothing fused, nothing to report."""
+"""Models without MLA go through the backend as if it were not there: same bits, nothing fused,
+nothing to report.
+"""
 
 from __future__ import annotations
 
