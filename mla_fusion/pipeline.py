@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
+from functools import partial
 from time import perf_counter
 
 from torch.fx import Graph as FxGraph
@@ -192,7 +193,9 @@ class Pass:
     def plan(self) -> None:
         """Decides what can be fused, and adds an entry for each prologue to the report."""
         departures, outcomes = list[Departure](), dict[Plan, Outcome]()
-        for proposal in proposals(self._projections, "identity" in self.config.targets):
+        on_defect = partial(_defect, config=self.config)
+        by_identity = "identity" in self.config.targets
+        for proposal in proposals(self._projections, by_identity, on_defect):
             self._clock.stop("match")
             try:
                 if isinstance(proposal, Departure):
@@ -209,7 +212,7 @@ class Pass:
                         write.value for write in plan.caches.writes.values()
                     )
             except Exception as error:  # the graph is unchanged: the others go on
-                refusal = error if isinstance(error, Departure) else _defect(error, self.config)
+                refusal = error if isinstance(error, Departure) else on_defect(error)
                 refusal.site = refusal.site or tuple(proposal.products)  # type: ignore[union-attr]
                 departures.append(refusal)
             self._clock.stop("plan")
@@ -221,7 +224,7 @@ class Pass:
         try:
             near_misses = departures_to_report(self._projections, departures, fused)
         except Exception as error:  # a defect in a reason costs no fusion
-            near_misses = [_defect(error, self.config)]
+            near_misses = [on_defect(error)]
         for departure in near_misses:
             self._record.add_rejection(self._first_cause(departure), departure.site)
         for departure in _in_bodies(self.graph):

@@ -506,6 +506,12 @@ class Form:
             repeated = self._unrepeated_matrix(right)
             if repeated is not None:
                 return self._dot_with_repeated(left, *repeated)
+            repeated = self._unrepeated_matrix(left)
+            if repeated is not None and right.weight:
+                matrix, lead = self.transposed(repeated[0]), repeated[1]
+                return self.transposed(
+                    self._dot_with_repeated(self.transposed(right), matrix, lead)
+                )
         if len(right.shape) == 2:
             rows = self.reshape(left, (prod(left.shape[:-1]), left.shape[-1]))
             product = self._dot(rows, right)

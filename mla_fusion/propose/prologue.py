@@ -6,7 +6,7 @@ has each claim proved by ``exact/``.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -156,11 +156,15 @@ class Proposal:
 
 
 def proposals(
-    projections: Projections, by_identity: bool = False
+    projections: Projections,
+    by_identity: bool = False,
+    on_defect: Callable[[Exception], Departure] | None = None,
 ) -> Iterator[Proposal | Departure]:
     """Yields a proposal or a departure for each pair of sites, the second computed from the first.
 
     by_identity  True: if the query is not multiplied by W_uk, propose a call with W_uk = [I | 0]
+    on_defect    makes the departure of a pair of which an unexpected error was raised. None: the
+                 error is raised
     """
     by_structure: dict[object, tuple[list[Value], Proposal | Departure]] = {}
     for down in projections.sites.values():
@@ -174,7 +178,12 @@ def proposals(
                         projections.form, *by_structure[key], values, _result_name(down, up)
                     )
             if proposal is None:
-                proposal = _propose(projections, down, up, by_identity)
+                try:
+                    proposal = _propose(projections, down, up, by_identity)
+                except Exception as error:
+                    if on_defect is None:
+                        raise
+                    proposal = on_defect(error)
                 by_structure[key] = values, proposal
             if isinstance(proposal, Departure):
                 proposal.site, proposal.score = (*down.layers, *up.layers), 0.75

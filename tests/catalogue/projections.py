@@ -171,6 +171,20 @@ class WeightOfThreeAxes(Base):
         return torch.einsum("tnd,cnd->tnc", q_nope, self.w_uk_cnd)
 
 
+@entry(IN_PLACE, source=OURS, tags="weights, device, symbolic")
+class WeightOfEachHead(Base):
+    """W_uq_qr is [N, Hcq, 192]: c_q times the matrix of each head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.by_head = nn.Parameter((torch.randn(self.heads, HCQ, D + DR) / 32).bfloat16())
+        self.q_b_proj = nn.Identity()  # type: ignore[assignment]
+
+    def split(self, c_q: Tensor) -> tuple[Tensor, Tensor]:
+        q = (c_q @ self.by_head).transpose(0, 1)
+        return q[..., :D], q[..., D:]
+
+
 @entry(IN_PLACE, source="DeepSeek's own code, V3.2", tags="weights, readers, device")
 class IndexerBeside(Base):
     """A sparse-attention indexer projects c_q and x by weights of its own."""

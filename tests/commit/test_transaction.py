@@ -76,6 +76,13 @@ def test_a_compiled_model_runs_as_if_the_pass_were_not_there(
         assert all(map(torch.equal, got, want))
 
 
+def test_a_defect_while_one_pair_of_sites_is_probed_costs_that_pair() -> None:
+    with broken("mla_fusion.propose.prologue:_Joiner.proposal", 1):
+        report = mf.fuse(layers(), mf.Config(verify="off", strict=False))
+    assert [rejection.code for rejection in report.rejected] == ["pass.failed"]
+    assert report.fused
+
+
 def test_the_graph_of_a_module_is_the_new_one_with_its_constants() -> None:
     gm = layers()
     kept, names = gm.graph, [node.name for node in gm.graph.nodes if node.op == "placeholder"]
