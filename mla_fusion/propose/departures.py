@@ -743,10 +743,11 @@ class _NearMisses:
         reported_products  products of departures that were reported
         """
         up, (heads, _, nope) = ups[0], _rows(head).shape
-        if heads * nope > sum(layer.shape[-1] for layer in ups):
+        product = next((step for step in steps if step.op == "dot"), None)
+        is_value = product is not None and product.sources[1].active  # attention is before it
+        if is_value or heads * nope > sum(layer.shape[-1] for layer in ups):
             return
         layers = self.layers.get(self._origin(_rows(up)), [])
-        product = next((step for step in steps if step.op == "dot"), None)
         if product is not None:
             reason: Reason | None = Reason(
                 "linear.hidden", _CHANGING, (product, product.sources[1])

@@ -185,6 +185,23 @@ class WeightOfEachHead(Base):
         return q[..., :D], q[..., D:]
 
 
+@entry(IN_PLACE, source=OURS, tags="weights")
+class HeadsInALoop(WeightOfEachHead):
+    """One product a head, and attention's values by head behind them."""
+
+    def split(self, c_q: Tensor) -> tuple[Tensor, Tensor]:
+        q = torch.stack([c_q @ matrix for matrix in self.by_head], 1)
+        return q[..., :D], q[..., D:]
+
+    def absorb(self, q_nope: Tensor) -> Tensor:
+        return torch.stack([q @ w for q, w in zip(q_nope.unbind(1), self.w_uk(), strict=True)], 1)
+
+    def forward(self, x: Tensor, *args: Tensor) -> tuple[Tensor, Tensor]:
+        scores, extra = super().forward(x, *args)
+        values = (scores.to(x.dtype) @ args[2].view(-1, HCKV)).view(-1, self.heads, HCKV)
+        return torch.bmm(values.transpose(0, 1), self.w_uk().mT), extra
+
+
 @entry(IN_PLACE, source="DeepSeek's own code, V3.2", tags="weights, readers, device")
 class IndexerBeside(Base):
     """A sparse-attention indexer projects c_q and x by weights of its own."""
