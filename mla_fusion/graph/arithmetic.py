@@ -274,6 +274,11 @@ def _(c: Call, x: Value, beta: Any = 1, alpha: Any = 1, **operands: Any) -> Valu
     return c.plus(product, c.product([(x, 1)], c.number_of(beta)))
 
 
+@operator("prims::fma")
+def _(call: Call, /, x: Any, b: Any, c: Any) -> Value:
+    return call.plus(call.times(call.value(x), call.value(b)), call.value(c))
+
+
 @operator("linear", "npu::npu_linear")
 def _(c: Call, x: Value, weight: Value, bias: Any = None) -> Value:
     product = matrix_product(c, x, c.form.transposed(weight))

@@ -405,8 +405,8 @@ def _no_input_obstacle(graph: Graph, base: Value) -> Obstacle:
     elif owner is not None:
         message = (
             f"{name} is a part of {owner.name}, and no input of its own; only a wrapper around the "
-            "graph, as that of mf.backend(), can pass parts, if literals name them and they do not "
-            "overlap"
+            "graph, as that of mf.backend(), can pass parts, if literals name them, they do not "
+            "overlap, and no result of the graph is one of them"
         )
     return Obstacle("cache.no_input", message, remedy)
 

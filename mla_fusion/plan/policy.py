@@ -107,7 +107,7 @@ def _check_product(graph: Graph, node: Node) -> None:
             detail = f"{operand.name}, which {node.name} multiplies, is {tensor.dtype}"
             raise Departure("dtype.region", detail, [value])
     for name in ("alpha", "beta"):
-        if node.kwargs.get(name, 1) != 1:
+        if node.kwargs.get(name, 1) not in (0, 1):  # 0: nothing is added
             detail = f"{node.name} has {name} {node.kwargs[name]}"
             raise departure_at(graph, node, "linear.scaled", detail)
 

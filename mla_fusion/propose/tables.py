@@ -46,21 +46,22 @@ def _operands_beside(site: Site) -> Iterator[tuple[Value, Layout]]:
     """Yields what the cone reads that is no activation, and what that was moved from, with
     layouts.
     """
+    form = site.projections.form
     for value, layout in site.layouts.items():
         if value.op not in ("product", "sum", "dot"):
             continue
         for place, source in enumerate(value.sources):
-            if source.active or filled_with(source) is not None:
+            if source in site.layouts or filled_with(source) is not None:
                 continue
             axes = source_layout(value, place, layout) or ()
-            # one row for all sequences becomes a row for each token
-            if value.op != "dot" and axes:
-                axes = layout[len(layout) - len(axes) :]
-                sizes = zip(axes, value.shape[-len(axes) :], source.shape, strict=True)
-                source = site.projections.form.expand(
+            if value.op != "dot" and axes:  # one row for all tokens becomes a row for each
+                missing_axes = len(layout) - len(source.shape)
+                source = form.reshape(source, (1,) * missing_axes + source.shape)
+                sizes = zip(layout, value.shape, source.shape, strict=True)
+                source = form.expand(
                     source, [own if is_token_free(axis) else size for axis, size, own in sizes]
                 )
-                axes = broadcast_to(axes, source)
+                axes = broadcast_to(layout, source)
             for moved_source in _moved_sources(source, axes):
                 if site.tokens == 1 or has_tokens(moved_source[1]):
                     yield moved_source

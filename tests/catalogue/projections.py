@@ -180,6 +180,9 @@ class WeightOfEachHead(Base):
         self.by_head = nn.Parameter((torch.randn(self.heads, HCQ, D + DR) / 32).bfloat16())
         self.q_b_proj = nn.Identity()  # type: ignore[assignment]
 
+    def down(self, x: Tensor) -> Tensor:  # beta 0: nothing is added
+        return torch.addmm(x[0, :1], x, self.q_a_proj.weight.T, beta=0)
+
     def split(self, c_q: Tensor) -> tuple[Tensor, Tensor]:
         q = (c_q @ self.by_head).transpose(0, 1)
         return q[..., :D], q[..., D:]

@@ -6,7 +6,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .base import DR, HCKV, HE, Base, Prologue, attend, npu, one_token, paged_args, rotated, tables
+from .base import (
+    DR,
+    HCKV,
+    HE,
+    Base,
+    Prologue,
+    attend,
+    npu,
+    one_token,
+    paged_args,
+    rotate_half,
+    rotated,
+    tables,
+)
 from .entry import IN_PLACE, OURS, STAGED, entry, miss
 from .rotations import pairs
 
@@ -120,6 +133,44 @@ class ChunkedTables(Base):
         joined = torch.cat([cos[:, : DR // 2], sin[:, : DR // 2]], -1)[slots % 8]
         c, s_ = joined.chunk(2, -1)
         return super().forward(x, c.repeat(1, 2), s_.repeat(1, 2), kv_cache, kr_cache, slots)
+
+
+@entry(IN_PLACE, source=OURS, tags="tables, device, symbolic")
+class OneRowOfABuffer(Base):
+    """All tokens are rotated by one row [Dr] of a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name, table in zip(("cos", "sin"), tables(16), strict=True):
+            self.register_buffer(name, table)
+
+    def rotate(self, x: Tensor, c: Tensor, s: Tensor) -> Tensor:
+        return x * self.cos[7] + rotate_half(x) * self.sin[7]
+
+
+@entry(IN_PLACE, source=OURS, tags="tables, device, symbolic")
+class AnglesByAProduct(Base):
+    """Angles of three positions, as of pictures: positions [T, 3] times a buffer [3, 32]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("frequencies", torch.rand(3, DR // 2))
+
+    def forward(self, x: Tensor, cos: Tensor, *args: Tensor) -> tuple[Tensor, Tensor]:
+        places = torch.stack([args[-1] % 8, args[-1] // 8, args[-1]], -1).to(x.dtype)
+        angles = torch.cat([places @ self.frequencies] * 2, -1).to(x.dtype)
+        return super().forward(x, angles.cos(), angles.sin(), *args[1:])
+
+
+@entry(IN_PLACE, source=OURS, tags="tables, device, symbolic")
+class TurnedByALiteralMatrix(Base):
+    """Rows [T, N, Dr] times a literal matrix, which torch repeats for each token."""
+
+    def rotate(self, x: Tensor, c: Tensor, s: Tensor) -> Tensor:
+        half = torch.eye(DR // 2, dtype=x.dtype, device=x.device)
+        zeros = torch.zeros_like(half)
+        matrix = torch.cat([torch.cat([zeros, half], 1), torch.cat([-half, zeros], 1)])
+        return (x * c).addcmul_(x @ matrix, s, value=1)
 
 
 def sequences() -> tuple[Tensor, ...]:
