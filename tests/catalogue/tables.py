@@ -157,9 +157,9 @@ class AnglesByAProduct(Base):
         self.register_buffer("frequencies", torch.rand(3, DR // 2))
 
     def forward(self, x: Tensor, cos: Tensor, *args: Tensor) -> tuple[Tensor, Tensor]:
-        places = torch.stack([args[-1] % 8, args[-1] // 8, args[-1]], -1).to(x.dtype)
-        angles = torch.cat([places @ self.frequencies] * 2, -1).to(x.dtype)
-        return super().forward(x, angles.cos(), angles.sin(), *args[1:])
+        places = torch.stack([args[-1] % 8, args[-1] // 8, args[-1]], -1).float()
+        angles = torch.cat([places @ self.frequencies.float()] * 2, -1)
+        return super().forward(x, angles.cos().to(x.dtype), angles.sin().to(x.dtype), *args[1:])
 
 
 @entry(IN_PLACE, source=OURS, tags="tables, device, symbolic")
