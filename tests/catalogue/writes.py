@@ -207,6 +207,25 @@ class BlockOfTheNextToken(SeveralTokensOfEach):
     ahead = 1  # two tokens of a sequence may share a row
 
 
+@entry(IN_PLACE, source=OURS, tags="cache, device", args=several_args)
+class SeveralTokensInARow(SeveralTokensOfEach):
+    """The same tokens one behind another, and the number of each one's sequence."""
+
+    def sequences(self, device: torch.device) -> Tensor:
+        return torch.arange(4, device=device)[:, None].expand(-1, 2).reshape(-1)
+
+    def slots_of(self, kv_cache: Tensor, table: Tensor, position: Tensor) -> Tensor:
+        positions = (position[:, None] + torch.arange(2, device=position.device)).view(-1)
+        block = table[self.sequences(table.device), positions // BLOCK_SIZE]
+        return block * BLOCK_SIZE + positions % BLOCK_SIZE
+
+
+@entry(STAGED, source=OURS, tags="cache", args=several_args)
+class TokensOfOtherSequences(SeveralTokensInARow):
+    def sequences(self, device: torch.device) -> Tensor:
+        return torch.arange(4, device=device).expand(2, 4).reshape(-1)
+
+
 @entry(STAGED, source=OURS, tags="cache", args=several_args)
 class StartsOfPlaces(SeveralTokensOfEach):
     """Each of two places is counted from a start of its own: two starts may name one row."""
