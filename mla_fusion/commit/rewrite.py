@@ -59,7 +59,7 @@ class Writer:
         self._plan_by_leaf = {leaf: plan for plan in plans for leaf in plan.results.values()}
         self.b.copy = self._copy
         self.replaced_reads: dict[tuple[Node, Node], None] = {}
-        self._lower = _ResultLowering(self.b, graph, {}, self._is_usable)
+        self._lower = _ResultLowering(self.b, graph, self._is_usable)
         self._called = set[Plan]()
         self.values: dict[Node, Node] = {}
         self._open = set[Node]()

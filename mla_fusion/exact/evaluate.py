@@ -236,7 +236,7 @@ class Evaluation:
         """The elements of a Value computed from its sources. None: they are random."""
         op, literal = value.op, value.literal
         if value.is_number:
-            return torch.tensor(field.number(literal[1], self.point), dtype=torch.int64)
+            return torch.tensor(field.number(value.number, self.point), dtype=torch.int64)
         if op in ("leaf", "opaque", "write") or (
             op in ("constant", "count") and has_tokens(layout)
         ):

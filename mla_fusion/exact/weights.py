@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from mla_fusion.exact import field
+from mla_fusion.graph.form import with_axis
 from mla_fusion.graph.layout import Mixed
 
 RANK = 6
@@ -115,9 +116,7 @@ class Weight:
 
     def index_select(self, axis: int, index: Tensor) -> Weight:
         """The elements of an axis at an index."""
-        return self._map_places(
-            lambda places: (*places[:axis], places[axis][index], *places[axis + 1 :])
-        )
+        return self._map_places(lambda places: with_axis(places, axis, places[axis][index]))
 
     def expand(self, shape: Sequence[int]) -> Weight:
         """The weight broadcast to a shape."""
@@ -150,7 +149,7 @@ class Weight:
 
             def padded(places: Places, ends: tuple[int, int] = ends) -> Places:
                 axis_places = torch.nn.functional.pad(places[axis], ends, value=_ZERO)
-                return (*places[:axis], axis_places, *places[axis + 1 :])
+                return with_axis(places, axis, axis_places)
 
             pieces += weight._map_places(padded).pieces
         return cls(tuple(pieces))

@@ -186,7 +186,7 @@ def _(c: Call, x: Value, dim: Any = None, keepdim: bool = False, dtype: Any = No
     if c.name == "mean":
         return c.form.mean(x, axes, keepdim)
     total = c.form.reduce(x if x.active else c.form.cast(x, c.dtype), axes, keepdim)
-    return total if x.active else c.function_if_overflow(total, c.dtype, "sum")
+    return total if x.active else c.function_if_overflow(total, "sum")
 
 
 @operator("linalg_vector_norm", "norm")
@@ -198,7 +198,7 @@ def _(
     if power == inf and x.active and axes_of(x, dim) == [len(x.shape) - 1]:
         sizes = quantise.largest(c.form, x)
         return sizes if keepdim else c.form.reshape(sizes, x.shape[:-1])
-    if power not in (2, 2.0, None) or not x.active:
+    if power not in (2, None) or not x.active:
         raise Departs
     squares = c.form.reduce(c.product([(x, 2)]), axes_of(x, dim), keepdim)
     return c.product([(squares, Fraction(1, 2))])
@@ -243,21 +243,20 @@ def matrix_product(c: Call, x: Value, other: Value) -> Value:
     Otherwise the result is opaque: raises Departs.
     """
     form, dtype = c.form, c.dtype
-    if min(len(x.shape), len(other.shape)) < 2:
+    is_computed = dtype.is_floating_point or dtype == torch.int32
+    if not is_computed or min(len(x.shape), len(other.shape)) < 2:
         raise Departs
-    if not dtype.is_floating_point and dtype != torch.int32:
-        raise Departs
-    if x.shape[-1] == 1 and not (x.active or other.active):  # angles: frequencies times positions
-        return c.times(x, other)
-    if not (x.active or other.active) and (x.weight == other.weight or x.model == other.model):
-        raise Departs  # the result is opaque
+    if not (x.active or other.active):
+        if x.shape[-1] == 1:  # angles: frequencies times positions
+            return c.times(x, other)
+        if x.weight == other.weight or x.model == other.model:
+            raise Departs  # the result is opaque
     # the rounding of a weight is its own: only casts that change no number are left out
     x, other = form.bare(x, False), form.bare(other, False)
-    if len(other.shape) > 2 or len(x.shape) > 2:
-        leading = broadcast((x.shape[:-2], other.shape[:-2]))
-        if not (len(other.shape) == 2 and leading == x.shape[:-2]):
-            x = form.expand(x, (*leading, *x.shape[-2:]))
-            other = form.expand(other, (*leading, *other.shape[-2:]))
+    leading = broadcast((x.shape[:-2], other.shape[:-2]))
+    if not (len(other.shape) == 2 and leading == x.shape[:-2]):
+        x = form.expand(x, (*leading, *x.shape[-2:]))
+        other = form.expand(other, (*leading, *other.shape[-2:]))
     return form.dot(x, other)
 
 

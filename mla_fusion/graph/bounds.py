@@ -96,7 +96,7 @@ def _remainders(terms: dict[Value, Fraction]) -> Iterator[tuple[Value, int]]:
     for quotient, times in [*terms.items()]:
         if quotient.function == "quotient":
             source, filled = quotient.sources[0], filled_with(quotient.sources[1])
-            divisor = int(filled.literal[1].ratio) if filled is not None else 0
+            divisor = int(filled.number.ratio) if filled is not None else 0
             if divisor > 0 and terms.get(source, 0) * divisor == -times:
                 del terms[quotient]
                 yield source, divisor

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from math import isfinite
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from mla_fusion.graph.form import (
     Value,
     broadcast,
     filled_with,
+    is_zero,
     order,
     serial,
     strip,
@@ -145,7 +147,7 @@ class Call:
             raise Departs
         if isinstance(operand, Size):  # the number that it is bound to is arbitrary
             return self._value_of_size(operand)
-        if operand != operand or abs(operand) == float("inf"):
+        if not isfinite(operand):
             return self.form.function(
                 "number", literals=repr(operand), dtype=self._dtype_of(operand)
             )
@@ -175,9 +177,9 @@ class Call:
         dtype = self.dtype if isinstance(self.dtype, torch.dtype) else torch.float32
         if isinstance(operand, bool):
             return torch.bool
-        if isinstance(operand, int):
-            return torch.int64 if not dtype.is_floating_point else dtype
-        return dtype if dtype.is_floating_point else torch.float32
+        if dtype.is_floating_point:
+            return dtype
+        return torch.int64 if isinstance(operand, int) else torch.float32
 
     def equate(self, size: int, other_size: int) -> None:
         """Requires two sizes to be equal.
@@ -200,9 +202,9 @@ class Call:
             return self._exact(form.total(bare_terms, constant))
         if not dtype.is_floating_point:
             total = form.total(terms, constant, dtype)
-            return self.function_if_overflow(total, dtype, "sum")
+            return self.function_if_overflow(total, "sum")
         shape = broadcast(value.shape for _, value in terms)
-        nonzero = [(times, value) for times, value in terms if not _is_zero(value)]
+        nonzero = [(times, value) for times, value in terms if not is_zero(value)]
         nonzero.sort(key=lambda term: (term[1].serial, term[0]))
         literals = tuple(Fraction(times) for times, _ in nonzero), Fraction(constant)
         values = [value for _, value in nonzero]
@@ -226,7 +228,7 @@ class Call:
             filled_value = filled_with(value)
             if filled_value is not None and dtype.is_floating_point:
                 filled_value = form.cast(filled_value, dtype)
-            number_of_value = ONE if filled_value is None else filled_value.literal[1]
+            number_of_value = ONE if filled_value is None else filled_value.number
             factor_number = number_of_value.power(power)
             is_exact = power == 1 or not dtype.is_floating_point or number_of_value.is_power_of_two
             if filled_value is None or factor_number is None or not is_exact:
@@ -239,7 +241,7 @@ class Call:
             power == int(power) and power > 0 for _, power in operands
         ):
             result = form.product(operands, times, dtype)
-            return self.function_if_overflow(form.expand(result, shape), dtype, "product")
+            return self.function_if_overflow(form.expand(result, shape), "product")
         if len(operands) == 1 and operands[0][1] == 1 and times.is_power_of_two:
             value = form.scaled(form.cast(operands[0][0], dtype), times)
             return form.expand(value, shape)
@@ -268,17 +270,17 @@ class Call:
         """The product of the Values."""
         return self.product([(value, 1) for value in values])
 
-    def function_if_overflow(self, value: Value, dtype: torch.dtype, name: str) -> Value:
+    def function_if_overflow(self, value: Value, name: str) -> Value:
         """Returns ``value`` if the dtype holds each of its integers; a function of it otherwise.
 
         name      of the operator
         """
-        if bounds.fits(value, dtype):
+        if bounds.fits(value, self.dtype):
             return value
-        if dtype == torch.int32 and _are_row_numbers(value):
+        if self.dtype == torch.int32 and _are_row_numbers(value):
             self._assume(value, "are below 2**31")
             return value
-        return self.form.function(f"{name} that overflows", value, dtype=dtype)
+        return self.form.function(f"{name} that overflows", value, dtype=self.dtype)
 
     def is_not_negative(self, value: Value) -> bool:
         """True if no element is negative. It is assumed of row numbers that are made of inputs."""
@@ -304,7 +306,7 @@ class Call:
             filled = filled_with(operand)
             if filled is None:
                 raise Departs
-            return filled.literal[1]
+            return filled.number
         if isinstance(operand, (int, float)) and not isinstance(operand, Size):
             return literal(operand)
         raise Departs
@@ -354,17 +356,10 @@ def _are_row_numbers(value: Value) -> bool:
     value = strip(value, "gather", "cast", *MOVES)
     if value.function == "quotient":
         return _are_row_numbers(value.sources[0])
-    if value.op == "product":
-        factors = [value.literal[1].ratio] if value.literal[0] == (1,) else []
+    if value.is_multiple:
+        factors = [value.number.ratio]
     elif value.op == "sum":
-        factors = list(value.literal[0])
+        factors = value.literal[0]
     else:
         return value.op in ("leaf", "count", "constant") and not value.is_float
-    is_small = bool(factors) and max(map(abs, factors)) <= _LARGEST_BLOCK
-    return is_small and all(map(_are_row_numbers, value.sources))
-
-
-def _is_zero(value: Value) -> bool:
-    """True for a Value filled with 0."""
-    filled = filled_with(value)
-    return filled is not None and not filled.literal[1].ratio
+    return max(map(abs, factors)) <= _LARGEST_BLOCK and all(map(_are_row_numbers, value.sources))

@@ -59,19 +59,11 @@ def decomposition(target: Any, arguments: dict[str, Any]) -> tuple[Graph, list[V
         return None
     leaves = tree_leaves(arguments)
     operands = [leaf for leaf in leaves if isinstance(leaf, Value)]
-    floats = [
-        operand.dtype
-        for operand in operands
-        if not operand.active and operand.dtype.is_floating_point
-    ]
-
-    def dtype_of(operand: Value) -> torch.dtype:
-        """The dtype of an operand. Casts of activations are erased: they take another's."""
-        return floats[0] if floats and operand.active else operand.dtype
-
-    # a Size is printed as its expression, and the graph has the number that it is bound to
+    floats = [operand.dtype for operand in operands if operand.is_float and not operand.active]
+    # Casts of activations are erased: they take another's dtype. A Size is printed as its
+    # expression, and the graph has the number that it is bound to.
     kinds = [
-        (leaf.shape, dtype_of(leaf))
+        (leaf.shape, floats[0] if floats and leaf.active else leaf.dtype)
         if isinstance(leaf, Value)
         else repr(int(leaf) if isinstance(leaf, Size) else leaf)
         for leaf in leaves

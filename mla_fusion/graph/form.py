@@ -42,7 +42,7 @@ from fractions import Fraction
 from functools import lru_cache, reduce
 from hashlib import blake2b
 from itertools import accumulate, groupby
-from math import prod
+from math import isfinite, prod
 from operator import attrgetter
 from typing import Any
 
@@ -126,6 +126,16 @@ class Value:
         return list(zip(self.sources, self.literal[0], strict=True))
 
     @property
+    def number(self) -> Any:
+        """The number in front of a product, or the one that a sum adds."""
+        return self.literal[1]
+
+    @property
+    def is_multiple(self) -> bool:
+        """True for a number times one Value."""
+        return self.op == "product" and self.literal[0] == (1,)
+
+    @property
     def is_float(self) -> bool:
         return self.dtype.is_floating_point
 
@@ -193,7 +203,7 @@ class Form:
 
     def activation(self, name: str, shape: Sequence[int]) -> Value:
         """A leaf that stands for a product with a weight: it is active."""
-        value = self.make("leaf", (), name, shape, REAL, model=False)
+        value = self.leaf(name, shape, REAL, False)
         if not value.active:
             value.active, value.kind = True, value.kind + 1
         return value
@@ -214,7 +224,7 @@ class Form:
         first = tensor.reshape(-1)[:1]
         if tensor.numel() and bool((tensor == first).all()):
             element = first.item()
-            if element == element and abs(element) != float("inf"):
+            if isfinite(element):
                 return self.filled(read_literal(element, tensor.dtype), tensor.shape, tensor.dtype)
         return self.make("constant", (), Array(tensor), tensor.shape, tensor.dtype)
 
@@ -238,12 +248,11 @@ class Form:
             if unscaled is not value and not factor.roots:
                 coefficient, value = coefficient * factor.ratio, unscaled
             inner = strip(value, "expand")
-            if inner.is_number and not inner.literal[1].roots:
-                constant += coefficient * inner.literal[1].ratio
+            if inner.is_number and not inner.number.roots:
+                constant += coefficient * inner.number.ratio
             elif value.op == "sum" and len(value.sources) <= _SHORT:
-                coefficients, offset = value.literal
-                constant += coefficient * offset
-                for inner_coefficient, source in zip(coefficients, value.sources, strict=True):
+                constant += coefficient * value.number
+                for source, inner_coefficient in value.operands:
                     coefficient_of[source] += coefficient * inner_coefficient
             else:
                 coefficient_of[value] += coefficient
@@ -253,12 +262,12 @@ class Form:
         if len(items) == 1 and not constant:
             ((value, coefficient),) = items
             return self.expand(self.scaled(value, number(coefficient)), shape)
-        values = [value for value, _ in items]
-        common = items[0][1]
-        if not constant and common != 1 and all(coefficient == common for _, coefficient in items):
+        values, coefficients = zip(*items, strict=True)
+        common = coefficients[0]
+        if not constant and common != 1 and {*coefficients} == {common}:
             unscaled_sum = self.total([(1, value) for value in values], 0, dtype)
             return self.expand(self.scaled(unscaled_sum, number(common)), shape)
-        literal = tuple([coefficient for _, coefficient in items]), constant
+        literal = coefficients, constant
         own_shape = broadcast(value.shape for value in values)
         return self.expand(self.make("sum", values, literal, own_shape, dtype), shape)
 
@@ -281,17 +290,16 @@ class Form:
                 else:
                     times = times * power
             elif value.op == "product":
-                exponents, inner = value.literal
-                power = inner.power(exponent)
+                power = value.number.power(exponent)
                 is_sign_kept = len(value.sources) <= 1 and all(
                     inner_exponent.denominator > 1 or inner_exponent.numerator % 2
-                    for inner_exponent in exponents
+                    for _, inner_exponent in value.operands
                 )
                 if power is not None and (exponent.denominator == 1 or is_sign_kept):
                     times = times * power
-                    pairs = zip(value.sources, exponents, strict=True)
                     stack += [
-                        (source, inner_exponent * exponent) for source, inner_exponent in pairs
+                        (source, inner_exponent * exponent)
+                        for source, inner_exponent in value.operands
                     ]
                     continue
             elif value.op == "sum" and exponent.denominator > 1:  # one form for each radicand
@@ -315,7 +323,7 @@ class Form:
 
     def scaled(self, value: Value, times: Number) -> Value:
         """``times`` times the Value."""
-        if times is ONE or times == ONE:
+        if times == ONE:
             return value
         if value.op in ("product", "expand") or not times.ratio:
             return self.product([(value, 1)], times, value.dtype)
@@ -348,7 +356,7 @@ class Form:
 
     def _split_number(self, value: Value) -> tuple[Number, Value]:
         """Computes the result of ``split`` for a product or an expand."""
-        if value.op == "product" and value.sources and value.literal[1] != ONE:
+        if value.op == "product" and value.sources and value.number != ONE:
             exponents, times = value.literal
             unscaled = value.sources[0]
             if exponents != (1,):
@@ -359,10 +367,9 @@ class Form:
         if value.op == "expand":
             inner = value.sources[0]
             if inner.is_number:
-                times = inner.literal[1]
-                if times in (ONE, ZERO):
+                if inner.number in (ONE, ZERO):
                     return ONE, value
-                return times, self.filled(1, value.shape, value.dtype)
+                return inner.number, self.filled(1, value.shape, value.dtype)
             times, unscaled = self.split(inner)
             if times != ONE:
                 return times, self.expand(unscaled, value.shape)
@@ -409,7 +416,7 @@ class Form:
                 return self.cast(source, dtype)
         inner = strip(value, "expand")
         if inner.is_number and dtype.is_floating_point:
-            number = inner.literal[1]
+            number = inner.number
             if value.is_float and dtype.itemsize > value.dtype.itemsize:
                 rounded = torch.tensor(float(number), dtype=value.dtype).item()
                 number = number if rounded == float(number) else read_literal(rounded, dtype)
@@ -443,7 +450,7 @@ class Form:
                     and (is_widening(value) or (may_narrow and value.dtype.itemsize > 1))
                 ):
                     bare_value = self.bare(source, may_narrow and is_widening(value))
-            elif value.op in MOVES or (value.op == "product" and value.literal[0] == (1,)):
+            elif value.op in MOVES or value.is_multiple:
                 bare_value = self.rebuilt(
                     value, [self.bare(source, may_narrow) for source in value.sources]
                 )
@@ -570,8 +577,7 @@ class Form:
         flat = *sizes[: len(own_axes)], prod(sizes[len(own_axes) : -1]), sizes[-1]
         product = self.dot(self.reshape(rows, flat), matrices)
         product = self.reshape(product, (*sizes[:-1], matrix.shape[-1]))
-        inverse = [order.index(axis) for axis in range(rank + 2)]
-        return self.reshape(self.permute(product, inverse), result_shape)
+        return self.reshape(self.permuted_back(product, order), result_shape)
 
     # -- moves
 
@@ -602,6 +608,11 @@ class Form:
             result = self.make("reshape", (value,), None, shape, value.dtype)
         return self.scaled(result, times)
 
+    def cut(self, value: Value, size: int) -> Value:
+        """The last axis as rows of ``size`` elements."""
+        *lead, whole = value.shape
+        return self.reshape(value, (*lead, whole // size, size))
+
     def permute(self, value: Value, order: Sequence[int]) -> Value:
         """The axes in another order."""
         order = tuple(axis % len(value.shape) for axis in order)
@@ -619,6 +630,10 @@ class Form:
         else:
             result = self.make("permute", (value,), order, shape, value.dtype)
         return self.scaled(result, times)
+
+    def permuted_back(self, value: Value, order: Sequence[int]) -> Value:
+        """The Value of which ``permute`` with this order makes ``value``."""
+        return self.permute(value, [order.index(axis) for axis in range(len(order))])
 
     def transposed(self, value: Value, first_axis: int = -2, second_axis: int = -1) -> Value:
         """Two axes exchanged."""
@@ -648,7 +663,7 @@ class Form:
         """The elements at one place of an axis, without the axis. Raises IndexError."""
         axis %= len(value.shape)
         part = self.take(value, axis, [range(value.shape[axis])[place]])
-        return self.reshape(part, (*value.shape[:axis], *value.shape[axis + 1 :]))
+        return self.reshape(part, with_axis(value.shape, axis))
 
     def take(self, value: Value, axis: int, places: Sequence[int]) -> Value:
         """Elements of an axis at literal places.
@@ -658,7 +673,7 @@ class Form:
         axis, places = axis % len(value.shape), _as_range(places)
         if places == range(value.shape[axis]):
             return value
-        shape = *value.shape[:axis], len(places), *value.shape[axis + 1 :]
+        shape = with_axis(value.shape, axis, len(places))
         times, value = self.split(value)
         selected = self._take_inside(value, axis, places, shape)
         if selected is None:
@@ -752,7 +767,7 @@ class Form:
             if inner is None:
                 return None
             factors.append((inner, exponent))
-        return self.expand(self.product(factors, value.literal[1]), shape)
+        return self.expand(self.product(factors, value.number), shape)
 
     def join(self, values: Sequence[Value], axis: int) -> Value:
         """The Values side by side along an axis. Neighbouring slices of one Value become one
@@ -765,7 +780,7 @@ class Form:
         if len(values) == 1:
             return first
         size = sum(value.shape[axis] for value in values)
-        shape = tuple(size if at == axis else n for at, n in enumerate(first.shape))
+        shape = with_axis(first.shape, axis, size)
         filled = filled_with(first)
         if filled is not None and all(filled_with(value) is filled for value in values):
             return self.expand(filled, shape)
@@ -806,12 +821,12 @@ class Form:
     def gather(self, base: Value, axis: int, index: Value) -> Value:
         """Rows of ``axis``, by their numbers; the axes of ``index`` stand in its place."""
         axis %= len(base.shape)
-        shape = (*base.shape[:axis], *index.shape, *base.shape[axis + 1 :])
+        shape = with_axis(base.shape, axis, *index.shape)
         if index.op == "constant" and len(index.shape) == 1:
             return self.take(base, axis, index.literal.tensor.tolist())
         filled = filled_with(index)
         if filled is not None and prod(index.shape) == 1:
-            place = int(filled.literal[1].ratio)
+            place = int(filled.number.ratio)
             return self.reshape(self.slice(base, axis, place, place + 1), shape)
         times, base = self.split(base)
         rows = self.make("gather", (base, index), axis, shape, base.dtype)
@@ -917,6 +932,11 @@ def _broadcast(shapes: frozenset[Shape]) -> Shape:
     return tuple(sizes)
 
 
+def with_axis(axes: Sequence[Any], axis: int, *others: Any) -> tuple[Any, ...]:
+    """The axes with others in place of one."""
+    return (*axes[:axis], *others, *axes[axis + 1 :])
+
+
 def strip(value: Value, *operations: str) -> Value:
     """The first Value that ``value`` is made of by other operations than these."""
     while value.op in operations:
@@ -1012,6 +1032,12 @@ def filled_with(value: Value) -> Value | None:
     return inner if inner.is_number else None
 
 
+def is_zero(value: Value) -> bool:
+    """True for a Value filled with 0."""
+    filled = filled_with(value)
+    return filled is not None and not filled.number.ratio
+
+
 def _as_range(places: Sequence[int]) -> Sequence[int]:
     """The places as a range, if they rise in equal steps."""
     if isinstance(places, range):
@@ -1063,7 +1089,7 @@ def _is_power(value: Value) -> bool:
     return (
         value.op == "product"
         and len(value.sources) == 1
-        and value.literal[1] == ONE
+        and value.number == ONE
         and value.sources[0].shape == value.shape
     )
 
@@ -1092,8 +1118,7 @@ def _is_dequantised(value: Value) -> bool:
 def _is_quantised(rows: Value) -> bool:
     """True if the rows have one byte an element, by their dtype or as a quantising function."""
     rows = strip(rows, "reshape", "expand")
-    is_quantised = rows.function in BYTES
-    return is_quantised or rows.dtype.itemsize == 1
+    return rows.function in BYTES or rows.dtype.itemsize == 1
 
 
 def _promoted(first: torch.dtype, second: torch.dtype) -> torch.dtype:

@@ -21,8 +21,7 @@ def rms_norm(
     form: Form, x: Value, gamma: Value, epsilon: Fraction, rank: int = 1
 ) -> tuple[Value, Value]:
     """RMSNorm over the last ``rank`` axes: the normed rows, and the factor 1 / rms of each row."""
-    axes = range(len(x.shape) - rank, len(x.shape))
-    squares = form.mean(form.power(x, 2), list(axes))
+    squares = form.mean(form.power(x, 2), range(-rank, 0))
     step = form.power(form.total([(1, squares)], epsilon), Fraction(-1, 2))
     return form.times(x, step, form.bare(gamma)), step
 
@@ -54,9 +53,7 @@ def rotate_half(form: Form, x: Value) -> Value:
 
 def pairs_to_halves(form: Form, x: Value) -> Value:
     """The last axis reordered from interleaved pairs to halves: even columns, then odd columns."""
-    size = x.shape[-1]
-    pairs = form.reshape(x, (*x.shape[:-1], size // 2, 2))
-    return form.reshape(form.transposed(pairs), x.shape)
+    return form.reshape(form.transposed(form.cut(x, 2)), x.shape)
 
 
 def apply_rope(form: Form, x: Value, cos: Value, sin: Value, *, interleaved: bool) -> Value:
@@ -85,8 +82,7 @@ def _(
         raise Departs
     if rotary_mode != "interleave":
         return apply_rope(form, x, r1, r2, interleaved=False)
-    pairs = form.reshape(x, (*x.shape[:-1], x.shape[-1] // 2, 2))
-    rotated_pairs = form.reshape(rotate_half(form, pairs), x.shape)
+    rotated_pairs = form.reshape(rotate_half(form, form.cut(x, 2)), x.shape)
     r1, r2 = form.bare(r1), form.bare(r2)
     return form.plus(form.times(x, r1), form.times(rotated_pairs, r2))
 

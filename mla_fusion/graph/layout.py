@@ -23,7 +23,7 @@ from operator import mul
 
 from torch import Tensor
 
-from mla_fusion.graph.form import Value
+from mla_fusion.graph.form import Value, with_axis
 
 Digit = tuple[int, int]
 Axis = tuple[Digit, ...]
@@ -44,17 +44,10 @@ def token_free_layout(shape: Iterable[int]) -> Layout:
     return tuple(map(token_free_axis, shape))
 
 
-def token_layout(leading: Sequence[int], others: Sequence[int]) -> Layout:
-    """The layout of leading axes that count tokens together, and of other axes behind them.
-
-    leading  sizes of the leading axes
-    others   sizes of the other axes
-    """
-    axes, stride = list[Axis](), prod(leading)
-    for size in leading:
-        stride //= size
-        axes.append(((stride, size),) if size != 1 else ())
-    return (*axes, *map(token_free_axis, others))
+def token_layout(shape: Sequence[int]) -> Layout:
+    """The layout of an activation, whose first axis counts tokens."""
+    tokens, *others = shape
+    return merge_digits([(1, tokens)]), *map(token_free_axis, others)
 
 
 def is_token_free(axis: Axis) -> bool:
@@ -157,8 +150,7 @@ def _layout_or_none(value: Value, layouts: Sequence[Layout | None]) -> Layout | 
     if op == "gather" and layouts[0] is not None and layouts[1] is None:
         if not is_token_free(first[literal]):
             return None
-        index = value.sources[1].shape
-        return (*first[:literal], *token_free_layout(index), *first[literal + 1 :])
+        return with_axis(first, literal, *token_free_layout(value.sources[1].shape))
     if op == "dot":
         return _product_layout(value, layouts)
     return None
@@ -168,7 +160,7 @@ def _resized_axis(layout: Layout, axis: int, size: int) -> Layout | None:
     """The layout with an axis of another size; None if the axis counts tokens."""
     if not is_token_free(layout[axis]):
         return None
-    return (*layout[:axis], token_free_axis(size), *layout[axis + 1 :])
+    return with_axis(layout, axis, token_free_axis(size))
 
 
 def _broadcast_layout(shape: Sequence[int], layouts: Sequence[Layout | None]) -> Layout | None:

@@ -10,7 +10,7 @@ handle is what the Builder returns: a node or a tensor.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from fractions import Fraction
 from functools import cached_property
 from math import prod
@@ -48,11 +48,11 @@ class Lowering:
         self,
         builder: Builder,
         graph: Graph,
-        known: Mapping[Value, Any] | None = None,
         usable: Callable[[Node], bool] = lambda node: True,
     ) -> None:
         self.b, self.graph, self.form = builder, graph, graph.form
-        self.known, self.usable = dict(known or {}), usable
+        self.usable = usable
+        self.known: dict[Value, Any] = {}
         self._handles: dict[object, Any] = {}
 
     def of(
@@ -129,7 +129,7 @@ class Lowering:
     def _full(self, filled: Value, shape: Sequence[int]) -> Any:
         """A tensor filled with one number."""
         sizes = self.b.sizes(self._shape(shape))
-        return self._create(aten.full.default, filled, sizes, self._scalar(filled.literal[1]))
+        return self._create(aten.full.default, filled, sizes, self._scalar(filled.number))
 
     def _create(self, operator: Any, like: Value, *args: Any) -> Any:
         """Calls an operator that makes a tensor, with the dtype of ``like``."""

@@ -14,7 +14,7 @@ import torch
 
 from mla_fusion.graph import quantise
 from mla_fusion.graph.call import Call, Departs, Size, operator
-from mla_fusion.graph.form import Form, Value, filled_with, strip_reshapes
+from mla_fusion.graph.form import Form, Value, filled_with, strip_reshapes, with_axis
 from mla_fusion.graph.numbers import is_open
 
 _VIEWS = """
@@ -80,7 +80,7 @@ def is_open_part(value: Value) -> bool:
 
 def _first_entries(form: Form, x: Value, dim: int, count: int) -> Value:
     """The first entries of an axis. The number that ``count`` is bound to may be too large."""
-    shape = *x.shape[:dim], int(count), *x.shape[dim + 1 :]
+    shape = with_axis(x.shape, dim, int(count))
     if is_open(count) and count > x.shape[dim]:
         return form.opaque("slice", dim, [x], shape, x.dtype)
     return form.slice(x, dim, 0, count)
@@ -229,8 +229,9 @@ def _(c: Call, x: Value, pad: Sequence[int], value: Any = 0) -> Value:
         before, after = pad[place : place + 2]
         x = c.form.slice(x, axis, max(0, -before), x.shape[axis] - max(0, -after))
         fill = c.form.cast(c.value(value), x.dtype)
-        sizes = ((*x.shape[:axis], max(0, size), *x.shape[axis + 1 :]) for size in (before, after))
-        left, right = (c.form.expand(fill, shape) for shape in sizes)
+        left, right = (
+            c.form.expand(fill, with_axis(x.shape, axis, max(0, size))) for size in (before, after)
+        )
         x = c.form.join([left, x, right], axis)
     return x
 
@@ -241,8 +242,7 @@ def _(c: Call, x: Value, dimension: int, size: int, step: int) -> Value:
     dimension %= len(x.shape)
     if size != step or x.shape[dimension] % size:
         raise Departs
-    before, after = x.shape[:dimension], x.shape[dimension + 1 :]
-    parts = c.form.reshape(x, (*before, x.shape[dimension] // size, size, *after))
+    parts = c.form.reshape(x, with_axis(x.shape, dimension, x.shape[dimension] // size, size))
     order = [axis for axis in range(len(parts.shape)) if axis != dimension + 1]
     return c.form.permute(parts, [*order, dimension + 1])
 
@@ -258,7 +258,7 @@ def row_numbers(c: Call, index: Value, size: int) -> Value:
     if index.op == "expand":
         return c.form.expand(row_numbers(c, index.sources[0], size), index.shape)
     if index.is_number:
-        rows = torch.tensor(int(index.literal[1].ratio))
+        rows = torch.tensor(int(index.number.ratio))
     elif index.op == "constant":
         rows = index.literal.tensor
     else:
@@ -405,9 +405,8 @@ def _(c: Call, x: Value, dim: int, index: Value, src: Any = None, **options: Any
     """Writes whole rows: the index must be the same along all axes behind the rows."""
     dim %= len(x.shape)
     row_index = _row_index(c, index, dim, dim + 1)
-    if options.get("reduce") is not None or not isinstance(src, Value):
-        raise Departs
-    if index.shape[dim + 1 :] != x.shape[dim + 1 :]:
+    is_of_rows = index.shape[dim + 1 :] == x.shape[dim + 1 :]
+    if options.get("reduce") is not None or not isinstance(src, Value) or not is_of_rows:
         raise Departs
     for axis, size in enumerate(index.shape):
         src = c.form.slice(src, axis, 0, size)
@@ -535,10 +534,8 @@ def _write_slice(c: Call, x: Value, src: Value, dim: int, first: int, step: int 
         return _write_slice(c, x, src, dim, first)
     if is_part and _is_written_by_rows(form, x, src, dim):
         return _write_run(c, x, src, dim, first, step)
-    src = form.expand(
-        src if src.active else form.cast(src, x.dtype),
-        [count if at == dim else n for at, n in enumerate(x.shape)],
-    )
+    src = src if src.active else form.cast(src, x.dtype)
+    src = form.expand(src, with_axis(x.shape, dim, count))
     if step == 1:
         before, behind = form.slice(x, dim, 0, first), form.slice(x, dim, first + count, size)
         return form.join([before, src, behind], dim)
@@ -569,7 +566,7 @@ def _changed_parts(
 @operator("select_scatter")
 def _(c: Call, x: Value, src: Value, dim: int, index: int) -> Value:
     dim, index = dim % len(x.shape), range(x.shape[dim])[index]
-    src = c.form.reshape(src, [1 if at == dim else n for at, n in enumerate(x.shape)])
+    src = c.form.reshape(src, with_axis(x.shape, dim, 1))
     return _write_slice(c, x, src, dim, index)
 
 
@@ -580,7 +577,7 @@ def _(c: Call, condition: Any = None, x: Any = None, other: Any = None, **option
     value, other_value = c.value(x), c.value(other)
     mask = filled_with(condition)
     if mask is not None:
-        return c.form.expand(value if mask.literal[1].ratio else other_value, c.shape)
+        return c.form.expand(value if mask.number.ratio else other_value, c.shape)
     guarded = quantise.without_zero_guard(c, condition, value, other_value)
     if guarded is not None:
         return c.form.expand(guarded, c.shape)

@@ -21,7 +21,7 @@ import torch
 
 from mla_fusion.graph import bounds
 from mla_fusion.graph.call import Call, Departs, axes_of, operator
-from mla_fusion.graph.form import Form, Value, filled_with, strip, strip_reshapes
+from mla_fusion.graph.form import Form, Value, filled_with, is_zero, strip, strip_reshapes
 from mla_fusion.graph.numbers import MINUS_ONE, Number, number
 from mla_fusion.meta.number_formats import BLOCK, FP8, HIFLOAT8, INT8, NumberFormat, of_dst_type
 
@@ -52,7 +52,7 @@ def absolute(times: Number) -> Number:
 def is_size(value: Value) -> bool:
     """True for the largest absolute element of rows (``largest``), or a number above 0 times it."""
     inner = strip(value, *_VIEWS)
-    if inner.op == "product" and inner.literal[0] == (1,) and inner.literal[1].ratio > 0:
+    if inner.is_multiple and inner.number.ratio > 0:
         inner = strip(inner.sources[0], *_VIEWS)
     return inner.function == "largest"
 
@@ -107,7 +107,7 @@ def divided_by_size(form: Form, value: Value) -> Iterator[tuple[Value, Value]]:
     for factor, exponent in value.operands if value.op == "product" else ():
         if exponent == -1 and is_size(factor):
             others = [pair for pair in value.operands if pair[0] is not factor]
-            yield factor, form.expand(form.product(others, value.literal[1]), value.shape)
+            yield factor, form.expand(form.product(others, value.number), value.shape)
 
 
 def _is_within_steps(form: Form, value: Value) -> bool:
@@ -134,16 +134,16 @@ def cast(c: Call, value: Value, dtype: torch.dtype) -> Value:
     if is_block_scale(value):  # its code, or the power of two: the dtype of the node decides
         return c.function("to", value, literals=str(dtype))
     if not value.active or dtype.itemsize > 1 or dtype == torch.bool:
-        if value.active and dtype.is_floating_point:
-            return value
         if value.function == INT8.name and dtype != torch.bool:
             return value  # every wider dtype holds these integers
-        if value.active and dtype in (torch.int32, torch.int64) and _rounding_state(value)[1]:
+        if not value.active:
+            return form.cast(value, dtype)
+        if dtype.is_floating_point:
+            return value
+        if dtype in (torch.int32, torch.int64) and _rounding_state(value)[1]:
             form.assumed.append("rounded rows are below 2**31")
             return value
-        if value.active:
-            return c.function("to whole", value, literals=str(dtype))
-        return form.cast(value, dtype)
+        return c.function("to whole", value, literals=str(dtype))
     inner, is_rounded, least, most = _rounding_state(value)
     limits = least, most
     if dtype == INT8.element and is_rounded:
@@ -183,11 +183,10 @@ def by_block(form: Form, rows: Value) -> tuple[Value, Value]:
     """Quantises each block of 32 in mxfp8: rows in bytes, and scales [.., n / 32], powers of
     two.
     """
-    lead, size = rows.shape[:-1], rows.shape[-1]
-    blocks = form.reshape(rows, (*lead, size // BLOCK, BLOCK))
+    blocks = form.cut(rows, BLOCK)
     powers = form.function("power of two", largest(form, blocks))
     values = form.function("mxfp8", form.product([(blocks, 1), (powers, -1)]))
-    return form.reshape(values, rows.shape), form.reshape(powers, (*lead, size // BLOCK))
+    return form.reshape(values, rows.shape), form.reshape(powers, blocks.shape[:-1])
 
 
 def product_of_blocks(
@@ -198,9 +197,8 @@ def product_of_blocks(
     of_rows    scales of the rows [t, k / 32]
     of_weight  scales of the weight [k / 32, n]
     """
-    (tokens, size), columns = rows.shape, weight.shape[-1]
-    count = size // BLOCK
-    parts = form.reshape(rows, (tokens, count, BLOCK))
+    parts, columns = form.cut(rows, BLOCK), weight.shape[-1]
+    tokens, count, _ = parts.shape
     steps = form.reshape(form.bare(of_rows), (tokens, count, 1))
     blocks = form.reshape(weight, (count, BLOCK, columns))
     scales = form.reshape(form.bare(of_weight), (count, 1, columns))
@@ -240,8 +238,14 @@ def _(c: Call, x: Value, decimals: int = 0) -> Value:
 def clamp(c: Call, x: Value, min: Any = None, max: Any = None) -> Value:
     """A Value clamped to bounds. A floor that no row comes near is left out."""
     limits = min, max
-    if not x.active:
-        return _clamp_inactive(c, x, *limits)
+    if not x.active:  # left out if no element can pass a bound
+        value_bounds = bounds.of(x)
+        if value_bounds is not None:
+            least, most = _bounds_of(c, *limits)
+            if least <= value_bounds[0] and value_bounds[1] <= most:
+                return x
+        values = [c.value(limit) for limit in limits if limit is not None]
+        return c.function("clamp", x, *values, literals=(min is None, max is None))
     is_pair = isinstance(min, Value) and isinstance(max, Value) and filled_with(min) is None
     if is_pair and c.form.negated(min) is max:
         return c.function("clip", x, max)
@@ -268,7 +272,7 @@ def _is_floor(form: Form, value: Value, least: float) -> bool:
     if not _is_length(value):
         if not is_size(value):
             return False
-        times = float(value.literal[1]) if value.op == "product" else 1.0
+        times = float(value.number) if value.op == "product" else 1.0
     if not 0 < least / times <= FLOOR:
         return False
     form.assumed.append(f"no row comes near the floor of {least:g}")
@@ -277,23 +281,11 @@ def _is_floor(form: Form, value: Value, least: float) -> bool:
 
 def _is_length(value: Value) -> bool:
     """True for the root of a row's sum of squares."""
-    if value.op != "product" or set(value.literal[0]) != {Fraction(1, 2)}:
-        return False
-    if value.literal[1].ratio < 0:
+    is_root = value.op == "product" and {*value.literal[0]} == {Fraction(1, 2)}
+    if not is_root or value.number.ratio < 0:
         return False
     inner = strip(value.sources[0], "reshape", "expand")
     return inner.op == "reduce" and inner.sources[0].op == "product"
-
-
-def _clamp_inactive(c: Call, x: Value, least: Any, most: Any) -> Value:
-    """A clamp of a Value that is not active. It is left out if no element can pass a bound."""
-    value_bounds = bounds.of(x)
-    if value_bounds is not None:
-        limits = _bounds_of(c, least, most)
-        if limits[0] <= value_bounds[0] and value_bounds[1] <= limits[1]:
-            return x
-    values = [c.value(limit) for limit in (least, most) if limit is not None]
-    return c.function("clamp", x, *values, literals=(least is None, most is None))
 
 
 @operator("amax", "amin", "max", "min")
@@ -329,8 +321,8 @@ def _greater(c: Call, x: Any, other: Any) -> Value:
     name, opposite = ("maximum", "minimum") if is_most else ("minimum", "maximum")
     if not (first.active or second.active):
         return c.symmetric(name, first, second)
-    form = c.form
-    for value, limit_value in ((first, second), (second, first)):
+    form, orders = c.form, ((first, second), (second, first))
+    for value, limit_value in orders:
         if filled_with(limit_value) is not None:
             limits = (limit_value, None) if is_most else (None, limit_value)
             return form.expand(clamp(c, value, *limits), c.shape)
@@ -338,7 +330,7 @@ def _greater(c: Call, x: Any, other: Any) -> Value:
         rows, negated_rows = map(_rows_of_maximum, (first, second))
         if rows is not None and form.negated(rows) is negated_rows:
             return form.reshape(largest(form, rows), first.shape)
-    for value, limit_of in ((first, second), (second, first)):  # minimum(maximum(v, -limit), limit)
+    for value, limit_of in orders:  # minimum(maximum(v, -limit), limit)
         if value.function == opposite:
             for inner, bound_value in (value.sources, value.sources[::-1]):
                 if form.negated(bound_value) is limit_of:
@@ -383,8 +375,7 @@ def without_zero_guard(c: Call, condition: Value, if_true: Value, if_false: Valu
     is_equality = comparison in ("eq", "ne")
     if comparison in ("lt", "ge") or (is_equality and is_size(sides[1])):
         sides = sides[::-1]
-    zero = filled_with(sides[1])
-    if not is_size(sides[0]) or zero is None or zero.literal[1].ratio or not is_size(nonzero):
+    if not (is_size(sides[0]) and is_zero(sides[1]) and is_size(nonzero)):
         return None
     c.form.assumed.append("no row is 0 throughout, which is asked")
     return nonzero
@@ -428,13 +419,11 @@ def _(
 ) -> Any:
     rank = len(x.shape)
     is_usual = axis % rank == rank - 1 and round_mode == "rint" and block_size == BLOCK
-    if not x.active or not is_usual or any(others.values()):
+    if not x.active or not is_usual or any(others.values()) or x.shape[-1] % (2 * BLOCK):
         raise Departs
     _format_of(dst_type, in_blocks=True)
-    if x.shape[-1] % (2 * BLOCK):
-        raise Departs
     values, scale = by_block(c.form, x)
-    return [values, c.form.reshape(scale, (*scale.shape[:-1], scale.shape[-1] // 2, 2))]
+    return [values, c.form.cut(scale, 2)]
 
 
 @operator("npu::npu_dynamic_block_quant")
@@ -453,8 +442,7 @@ def _(
     if not x.active or not is_usual or dst_type_max or x.shape[-1] % tile:
         raise Departs
     form = c.form
-    tiles = form.reshape(x, (*x.shape[:-1], x.shape[-1] // tile, tile))
-    values, step = by_row(form, tiles, kind)
+    values, step = by_row(form, form.cut(x, tile), kind)
     return [form.reshape(values, x.shape), form.reshape(step, step.shape[:-1])]
 
 
@@ -496,17 +484,15 @@ def _(
     y_scale: Any = None,
 ) -> Value:
     form = c.form
-    if x1_dtype != x2_dtype or offset is not None or y_scale is not None:
-        raise Departs
-    if bias is not None and (bias.dtype != torch.int32 or pertoken_scale is not None):
+    is_other_bias = bias is not None and (bias.dtype != torch.int32 or pertoken_scale is not None)
+    if x1_dtype != x2_dtype or offset is not None or y_scale is not None or is_other_bias:
         raise Departs
     leading = x1.shape[:-1]
     rows = form.reshape(x1, (prod(leading), x1.shape[-1]))
     if any(group_sizes or ()):
         is_other = list(group_sizes) != [1, 1, BLOCK] or pertoken_scale is None
-        if is_other or bias is not None or x1_dtype is not None:
-            raise Departs
-        if pertoken_scale.shape[:-2] != leading:
+        is_other = is_other or bias is not None or x1_dtype is not None
+        if is_other or pertoken_scale.shape[:-2] != leading:
             raise Departs
         c.equate(pertoken_scale.shape[-2], rows.shape[1] // (2 * BLOCK))
         c.equate(pertoken_scale.shape[-1], 2)

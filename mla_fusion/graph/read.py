@@ -151,7 +151,11 @@ class Graph:
         self.form, self.sizes = form, dict[int, Any]()
         try:
             for node in self.gm.graph.nodes:
-                self._read(node)
+                form.assumed.clear()
+                reading = self._read_node(node)
+                if form.assumed:
+                    self.assumed[node] = (*dict.fromkeys(form.assumed),)
+                self._record(node, reading)
             if self._has_equal_literal() or any(map(self._looks_like_literal, self.sizes)):
                 # all of them: tokens stay fewer than the rows of a table. Neighbours (``s + 1`` of
                 # a symbol that is equated with it) must not get one prime
@@ -294,11 +298,10 @@ class Graph:
         expression = expression_of(size).xreplace(self._guarded_numbers)
         polynomial, expression, integers = _in_symbols(expression)
         self._literals |= integers
-        for symbol in expression.free_symbols:
-            name = str(symbol)
-            if name not in self.symbols:
-                self.symbols[name] = _prime(len(self.symbols))
-        numbers = {symbol: self.symbols[str(symbol)] for symbol in expression.free_symbols}
+        numbers = {
+            symbol: self.symbols.setdefault(str(symbol), _prime(len(self.symbols)))
+            for symbol in expression.free_symbols
+        }
         bound_size = Size(int(expression.subs(numbers)), str(expression), polynomial, size)
         if bound_size > 1 and any(map(is_open, numbers.values())):
             both = self.sizes.setdefault(int(bound_size), size), size
@@ -348,14 +351,6 @@ class Graph:
 
     # -- nodes
 
-    def _read(self, node: Node) -> None:
-        """Reads one node, with its assumptions."""
-        self.form.assumed.clear()
-        reading = self._read_node(node)
-        if self.form.assumed:
-            self.assumed[node] = (*dict.fromkeys(self.form.assumed),)
-        self._record(node, reading)
-
     def _record(self, node: Node, reading: Reading) -> None:
         """Records what a node is."""
         self.readings[node] = reading
@@ -381,9 +376,8 @@ class Graph:
         if isinstance(meta_value, (torch.SymInt, int)) and not isinstance(meta_value, bool):
             return self.size(meta_value)
         if node.target is python.getitem:
-            items, place = self.argument(list(node.args))
             self._note_alias(node)
-            return items[place] if isinstance(items, (list, tuple)) else None
+            return self._part(node)
         if not isinstance(node.target, OpOverload):
             return self._make_opaque(node)
         reading, schema = self._read_call(node), signature(node.target)
@@ -405,6 +399,11 @@ class Graph:
         if schema.is_view or schema.is_in_place or may_share(schema):
             self._note_alias(node)
         return reading
+
+    def _part(self, node: Node) -> Reading:
+        """The reading of one of several results."""
+        items, place = self.argument(list(node.args))
+        return items[place] if isinstance(items, list) else None
 
     # -- writes in place, through views too
 
@@ -460,8 +459,7 @@ class Graph:
             elif signature(alias.target).is_in_place:
                 reading = self.argument(alias.args[0])
             elif alias.target is python.getitem:
-                items, place = self.argument(list(alias.args))
-                reading = items[place] if isinstance(items, list) else None
+                reading = self._part(alias)
             else:
                 reading = self._read_call(alias)
             self._replace_reading(alias, reading)
@@ -527,7 +525,7 @@ class Graph:
             return RULES[name](call, value, **arguments)
         if name == "permute":
             order = [axis % len(value.shape) for axis in arguments["dims"]]
-            return self.form.permute(value, [order.index(axis) for axis in range(len(order))])
+            return self.form.permuted_back(value, order)
         is_whole = is_reshape(view) and prod(value.shape) == prod(viewed_value.shape)
         return self.form.reshape(value, viewed_value.shape) if is_whole else None
 
@@ -547,12 +545,12 @@ class Graph:
     def _read_attribute(self, node: Node) -> Reading:
         """The reading of an attribute. A step may have changed its memory by another node."""
         first = self._first_of_memory(node)
-        if first is node:
-            return self._attribute(node)
-        if attribute(first) is attribute(node):
-            return self.readings[first]
-        is_written = first in self.changed
-        return self._opaque_memory(first, node.name) if is_written else self._attribute(node)
+        if first is not node:
+            if attribute(first) is attribute(node):
+                return self.readings[first]
+            if first in self.changed:
+                return self._opaque_memory(first, node.name)
+        return self._attribute(node)
 
     def _first_of_memory(self, node: Node) -> Node:
         """The first node that reads an attribute in the memory of this one's."""
@@ -959,11 +957,12 @@ def _as_tensor(argument: Any) -> Any:
         return argument.literal.tensor
     filled = filled_with(argument)
     assert filled is not None
-    number = filled.literal[1]
-    element = float(number) if argument.dtype.is_floating_point else int(number.ratio)
+    number = filled.number
+    element = float(number) if argument.is_float else int(number.ratio)
     return torch.full(argument.shape, element, dtype=argument.dtype)
 
 
+@cache
 def _prime(count: int) -> int:
     """The prime for the symbol that follows ``count`` others."""
     if count < len(_FIRST_PRIMES):

@@ -104,7 +104,7 @@ def _packed_operand(builder: Builder, graph_lower: Lowering, plan: Plan, name: s
     leaves = source_nodes(graph, [value])
 
     def recipe(builder: Builder) -> Any:
-        lower = Lowering(builder, graph, {}, set(leaves).__contains__) if leaves else graph_lower
+        lower = Lowering(builder, graph, set(leaves).__contains__) if leaves else graph_lower
         if not is_scale:
             weight = lower.of(value, None if has_scale else torch.bfloat16)
             return to_kernel_layout(builder, weight, name != "weight_uk")
@@ -137,7 +137,7 @@ def _gamma(builder: Builder, plan: Plan, name: str) -> Any:
     leaves = source_nodes(graph, [value])
 
     def recipe(builder: Builder) -> Any:
-        return Lowering(builder, graph, {}, set(leaves).__contains__).of(value, torch.bfloat16)
+        return Lowering(builder, graph, set(leaves).__contains__).of(value, torch.bfloat16)
 
     wide = [
         node

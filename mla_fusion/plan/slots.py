@@ -58,7 +58,7 @@ def trusted_inputs(graph: Graph, index: Value) -> Roles | None:
             counted = _strip_views_and_casts(value.sources[0]) if is_sum else value
             limits = bounds.of(value)
             if counted.op == "count":
-                end = graph.unbound(counted.shape[0]) + (int(value.literal[1]) if is_sum else 0)
+                end = graph.unbound(counted.shape[0]) + (int(value.number) if is_sum else 0)
             elif limits is not None:
                 end = limits[1] + 1
             else:
@@ -101,7 +101,7 @@ def _trusted_inputs(index: Value, role: str) -> Roles | None:
     if inner.op == "count":
         return {}
     if inner.is_number:  # one row, or it would be repeated
-        return {} if inner.literal[1].ratio >= 0 else None
+        return {} if inner.number.ratio >= 0 else None
     if inner.op == "constant":
         numbers = _numbers(inner).reshape(-1)
         is_distinct = len(numbers.unique()) == len(numbers) and int(numbers.min()) >= 0
@@ -119,8 +119,8 @@ def _trusted_inputs(index: Value, role: str) -> Roles | None:
         return _inputs_of_sum(inner)
     if inner.op == "sum":
         (times,), first = inner.literal
-    elif inner.op == "product" and inner.literal[0] == (1,):
-        times, first = inner.literal[1].ratio, 0
+    elif inner.is_multiple:
+        times, first = inner.number.ratio, 0
     else:
         return None
     (source,) = inner.sources
@@ -203,7 +203,7 @@ def _inputs_of_sum(value: Value) -> Roles | None:
     batch, scaled counts, or counts from a number on.
     """
     terms = _terms(value)
-    if value.literal[1] < 0:
+    if value.number < 0:
         return _inputs_of_table(value)
     if len(terms) == 2:
         (entries, size), (places, step) = sorted(terms.items(), key=lambda term: -term[1])
@@ -231,7 +231,7 @@ def _inputs_of_sum(value: Value) -> Roles | None:
     sequences = _trusted_inputs(starts_of_blocks, "sequences") if size > 1 else None
     positions = [term for term in terms.items() if term[0] is not starts_of_blocks]
     owners = [_spread(starts_of_blocks, value.shape)]
-    starts_of_positions = _counted_from(positions, value.literal[1], value.shape, owners)
+    starts_of_positions = _counted_from(positions, value.number, value.shape, owners)
     if sequences is not None and starts_of_positions:
         is_disjoint = sequences.keys().isdisjoint(starts_of_positions)
         return sequences | starts_of_positions if is_disjoint else None
@@ -251,7 +251,7 @@ def _inputs_of_table(value: Value) -> Roles | None:
             continue
         table, index = inner.sources[0], _strip_views_and_casts(inner.sources[1])
         offsets = terms.keys() - {block_rows}
-        slots = _offset_source({term: terms[term] for term in offsets}, size, value.literal[1])
+        slots = _offset_source({term: terms[term] for term in offsets}, size, value.number)
         rows = None if slots is None else _added_to_blocks(index, slots, size)
         if slots is None or rows is None or prod(slots.shape) != prod(value.shape):
             continue
@@ -262,7 +262,7 @@ def _inputs_of_table(value: Value) -> Roles | None:
         places = _trusted_inputs(slots, "positions")
         if places is None and slots.op == "sum":
             owners = [_spread(term, index.shape) for term, _ in rows if _is_row_number(term)]
-            places = _counted_from(slots.operands, slots.literal[1], slots.shape, owners)
+            places = _counted_from(slots.operands, slots.number, slots.shape, owners)
         if blocks is not None and places is not None:
             return blocks | places
     return None
@@ -379,7 +379,7 @@ def _offset_source(
         inner = _strip_views_and_casts(*terms)
         is_sum = inner.op == "sum"
         terms = dict(inner.operands) if is_sum else {}
-        constant += inner.literal[1] if is_sum else 0
+        constant += inner.number if is_sum else 0
     quotients = [term for term, factor in terms.items() if factor == -size]
     slots = _dividend(_strip_views_and_casts(quotients[0]), size) if len(quotients) == 1 else None
     if slots is None:
@@ -387,7 +387,7 @@ def _offset_source(
     others = [term for term in terms.items() if term[0] is not quotients[0]]
     if _without_views(others) == [(slots, 1)] and constant >= 0:
         return slots
-    is_sum = slots.op == "sum" and constant >= slots.literal[1]
+    is_sum = slots.op == "sum" and constant >= slots.number
     is_equal = is_sum and _without_views(others) == _without_views(slots.operands)
     return slots if is_equal else None
 
@@ -416,5 +416,5 @@ def _dividend(value: Value, size: Fraction) -> Value | None:
     if value.function != "quotient":
         return None
     source, divisor = value.sources[0], filled_with(value.sources[1])
-    is_equal = divisor is not None and divisor.literal[1].ratio == size
+    is_equal = divisor is not None and divisor.number.ratio == size
     return _strip_views_and_casts(source) if is_equal else None

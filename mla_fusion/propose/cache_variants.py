@@ -65,7 +65,7 @@ class _Variants:
         gamma = base.arguments[name]
         inner = strip(gamma, "reshape", "slice", "expand")
         is_row = prod(inner.shape) == prod(gamma.shape)
-        if not is_row or inner.op != "product" or inner.literal[1] != ONE:
+        if not is_row or inner.op != "product" or inner.number != ONE:
             return base, None
         weights = [factor for factor, power in inner.operands if power == 1 and _is_gamma(factor)]
         if len(weights) != 1:
@@ -131,7 +131,7 @@ class _Variants:
                 ratio = self._ratio(limit, quantise.largest(self.form, tiles))
                 ratio_number = ratio and filled_with(ratio)
                 if ratio_number is not None:
-                    return float(ratio_number.literal[1])
+                    return float(ratio_number.number)
         return None
 
     # -- rows that are multiplied with scales
@@ -211,7 +211,7 @@ class _Variants:
                     ratio_number = ratio_of_scales and filled_with(ratio_of_scales)
                     if ratio_number is None:
                         continue
-                    options["kc_scale"] = ratio_number.literal[1]
+                    options["kc_scale"] = ratio_number.number
                 variant = self._variant(1, options)
                 yield self._finish(
                     variant,

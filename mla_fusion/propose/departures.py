@@ -404,16 +404,14 @@ class _NearMisses:
         is_wide = bool(layers) and prod(value.shape) > layers[0].shape[0]
         if value.op == "sum" and len(terms) == 1 and is_wide and _is_layer_output(terms[0]):
             bias = tuple(addends[:1])
-            bias_name = "%s" if bias else f"{float(value.literal[1]):g}"
+            bias_name = "%s" if bias else f"{float(value.number):g}"
             return Reason("linear.bias", f"%s adds {bias_name}", (value, *bias))
         return None
 
     def _token_cut(self, layers: Sequence[Value], steps: Iterable[Value]) -> Reason | None:
         """Returns the first step that keeps only some of the tokens, or moves them, or None."""
         flat_layers = (layer for layer in layers if len(layer.shape) == 2)
-        layouts: dict[Value, Layout] = {
-            layer: token_layout(layer.shape[:1], layer.shape[1:]) for layer in flat_layers
-        }
+        layouts: dict[Value, Layout] = {layer: token_layout(layer.shape) for layer in flat_layers}
         for value in steps:
             if not any(source in layouts for source in value.sources):
                 continue

@@ -96,7 +96,7 @@ def read_norm(site: Site, value: Value, what: str) -> Norm:
     # numbers stay where they are in roots: only there a root is the kernel's
     fixed = {step: step for step in order([rows], site.roots) if not step.active}
     computed_rows = form.renamed(rows, fixed | _substitutes(site, products))
-    activations = {leaf: token_layout(shape[:1], shape[1:])}
+    activations = {leaf: token_layout(shape)}
     for epsilon in dict.fromkeys(_epsilon_candidates(site, value, size)):
         row = fill_products(site, rows, form.number((_SQUARE - epsilon) / 3))
         fill_result = form.reshape(form.slice(row, 0, 0, 1), (size,))
@@ -153,7 +153,7 @@ def _epsilon_candidates(site: Site, value: Value, size: int) -> Iterator[Fractio
     """Yields numbers that are added under a root on the way to a Value, and then 0."""
     squares = {product.number.ratio**2 for product in site.products}
     for radicand in _sums_under_roots(site, value):
-        constant = radicand.literal[1]
+        constant = radicand.number
         for square in squares:
             for epsilon in (constant * square / size, constant * square):
                 if 0 < epsilon != _SQUARE:

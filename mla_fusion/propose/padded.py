@@ -10,7 +10,7 @@ from dataclasses import replace
 from math import prod
 
 from mla_fusion.exact.prove import Claim
-from mla_fusion.graph.form import Form, Value, filled_with
+from mla_fusion.graph.form import Form, Value, is_zero
 from mla_fusion.propose.prologue import Proposal
 from mla_fusion.propose.quantised import strip_views
 from mla_fusion.propose.rewrites import Rewrites, claims_over
@@ -80,7 +80,6 @@ def _padded_claims(
             for user in projections.users.get(value, ()):
                 if user.op in ("permute", "reshape"):
                     stack.append(user)
-                zeros = user.op == "join" and filled_with(user.sources[-1])
-                is_padded = zeros and is_result and not zeros.literal[1].ratio
+                is_padded = is_result and user.op == "join" and is_zero(user.sources[-1])
                 if is_padded and prod(user.shape) == prod(result.shape):
                     yield Claim(claim.part, user, form.reshape(result, user.shape))

@@ -83,7 +83,7 @@ class Proposal:
     @property
     def activations(self) -> dict[Value, Layout]:
         """Returns the activation from which claims are proved, with its layout."""
-        return {self.x: token_layout(self.x.shape[:1], self.x.shape[1:])}
+        return {self.x: token_layout(self.x.shape)}
 
     @cached_property
     def numbered(self) -> tuple[object, list[Value]]:
@@ -262,7 +262,7 @@ def _describe_factor(factor: Value | None) -> str:
         return "1"
     number = filled_with(factor)
     if number is not None:
-        return f"{float(number.literal[1]):g}"
+        return f"{float(number.number):g}"
     is_scalar = not strip(factor, *MOVES).shape
     owner = "model" if factor.model else "call"
     return f"a number of the {owner}" if is_scalar else "a number for each token"
@@ -356,7 +356,7 @@ class _Joiner:
         }
         scale = None if factor is None or kind is not None else filled_with(factor)
         if scale is not None:
-            arguments["qc_qr_scale"] = self._scale = scale.literal[1]
+            arguments["qc_qr_scale"] = self._scale = scale.number
         if smooth is not None:
             arguments["smooth_scales_cq"] = smooth
         if kind is not x_format and (x_format or (kind and not kind.partial)):

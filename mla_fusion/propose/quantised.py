@@ -113,7 +113,7 @@ def _unquantised_blocks(form: Form, rows: Value, inner: Value) -> Value | None:
     ]
     if len(other_factors) == len(scaled.sources):
         return None
-    unscaled = form.product(other_factors, scaled.literal[1])
+    unscaled = form.product(other_factors, scaled.number)
     return form.reshape(form.expand(unscaled, scaled.shape), rows.shape)
 
 
@@ -130,7 +130,7 @@ def split_blocks(form: Form, value: Value) -> tuple[Value, Value] | None:
         values_of, scales_of = zip(*split_parts, strict=True)
         return form.join(values_of, value.literal), form.join(scales_of, value.literal)
     inner = strip_views(value)
-    if inner.op != "product" or len(inner.sources) != 2 or inner.literal[1] != ONE:
+    if inner.op != "product" or len(inner.sources) != 2 or inner.number != ONE:
         return None
     values = next(filter(_is_mxfp8, inner.sources), None)
     if values is None:

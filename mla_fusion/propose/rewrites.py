@@ -80,5 +80,5 @@ class Rewrites:
             return None
         return self._form.product(
             [(rewrite if term.active else term, power) for term, power in value.operands],
-            value.literal[1],
+            value.number,
         )

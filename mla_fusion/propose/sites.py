@@ -242,10 +242,7 @@ class Site:
     def _facts_of(self, values: list[Value]) -> ConeFacts:
         """Returns the facts of a cone: the layouts that can be followed from its products."""
         places = {value: place for place, value in enumerate(values)}
-        tokens = {
-            product.dot: token_layout(product.dot.shape[:1], product.dot.shape[1:])
-            for product in self.products
-        }
+        tokens = {product.dot: token_layout(product.dot.shape) for product in self.products}
         layouts_to_roots = layouts_of(self.roots, tokens)
         layouts = {root: layouts_to_roots[root] for root in self.roots}
         for value in self.cone[len(layouts) :]:
@@ -455,5 +452,4 @@ def from_rows(form: Form, rows: Value, value: Value, layout: Layout) -> Value:
     digits = [digit for axis in layout for digit in axis]
     order_of_rows = token_order(digits)
     by_digits = form.reshape(rows, [digits[k][1] for k in order_of_rows])
-    inverse = [order_of_rows.index(k) for k in range(len(digits))]
-    return form.reshape(form.permute(by_digits, inverse), value.shape)
+    return form.reshape(form.permuted_back(by_digits, order_of_rows), value.shape)
