@@ -35,7 +35,7 @@ from mla_fusion.observe.record import Record, describe_absence
 from mla_fusion.plan import policy
 from mla_fusion.plan.caches import InPlace
 from mla_fusion.plan.contract import lowering_departure
-from mla_fusion.plan.outputs import Partition, departure_at, partition_nodes
+from mla_fusion.plan.outputs import departure_at, partition_nodes
 from mla_fusion.plan.plan import Plan
 from mla_fusion.plan.planner import Planner
 from mla_fusion.plan.skip import SkipError, check_skip
@@ -217,12 +217,17 @@ class Pass:
                 departures.append(refusal)
             self._clock.stop("plan")
         self.plans = sorted(outcomes, key=lambda plan: plan.products[0])
-        self._partition = self._partition_by(self.plans)
+        rewrites, products, arguments = Rewrites(self.graph.form), list[Value](), list[Value]()
+        for plan in self.plans:
+            rewrites.update(plan.rewrites)
+            products += plan.proposal.products
+            arguments += plan.values.values()
+        # which nodes stay and which read results, if all these plans are done
+        self._partition = partition_nodes(self.graph, rewrites, products, arguments)
         for plan in self.plans:
             self._record.add_fusion(plan, outcomes[plan])
-        fused = [value for plan in self.plans for value in plan.proposal.products]
         try:
-            near_misses = departures_to_report(self._projections, departures, fused)
+            near_misses = departures_to_report(self._projections, departures, products)
         except Exception as error:  # a defect in a reason costs no fusion
             near_misses = [on_defect(error)]
         for departure in near_misses:
@@ -272,15 +277,6 @@ class Pass:
         builder.close()
         transaction.install(gm, new_module.graph, builder.constants)
         self._clock.stop("rewrite")
-
-    def _partition_by(self, plans: list[Plan]) -> Partition:
-        """Returns which nodes stay and which read results, if all these plans are done."""
-        rewrites, products, arguments = Rewrites(self.graph.form), list[Value](), list[Value]()
-        for plan in plans:
-            rewrites.update(plan.rewrites)
-            products += plan.proposal.products
-            arguments += plan.values.values()
-        return partition_nodes(self.graph, rewrites, products, arguments)
 
 
 def _in_bodies(graph: Graph) -> Iterator[Departure]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
-from fractions import Fraction
 from math import prod
 from typing import Any
 
@@ -155,10 +154,9 @@ class _Variants:
                 return float_rows, ratio
         return None
 
-    def _ratio(self, value: Value, *divisors: Value) -> Value | None:
-        """Returns the value over the divisors, or None if that is an activation."""
-        factors = [(value, Fraction(1)), *((divisor, Fraction(-1)) for divisor in divisors)]
-        ratio = strip(self.form.product(factors), "expand")
+    def _ratio(self, value: Value, divisor: Value) -> Value | None:
+        """Returns the value over the divisor, or None if that is an activation."""
+        ratio = strip(self.form.product([(value, 1), (divisor, -1)]), "expand")
         return None if ratio.active else ratio
 
     def _with_channel_scales(

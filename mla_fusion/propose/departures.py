@@ -339,13 +339,11 @@ class _NearMisses:
         A step that runs other graphs comes first, then one with a code of its own.
         """
         odd_steps = (self._odd_step(step, layers) for step in steps)
-        reasons = filter(None, (*odd_steps, self._token_cut(layers, steps)))
-
-        def rank(reason: Reason) -> tuple[bool, bool, int]:
-            """Returns which reason comes first."""
-            return reason.code != "graph.branch", not reason.code, reason.step.serial
-
-        return min(reasons, key=rank, default=None)
+        return min(
+            filter(None, (*odd_steps, self._token_cut(layers, steps))),
+            key=lambda reason: (reason.code != "graph.branch", not reason.code, reason.step.serial),
+            default=None,
+        )
 
     def odd_step_below(self, layers: Sequence[Value]) -> Reason | None:
         """Returns the first step after layers, up to the next ones, that is odd, or None."""

@@ -67,16 +67,6 @@ def _substitutes(site: Site, fill: Value) -> dict[Value, Value]:
     return substitutes
 
 
-def _multiplied(site: Site, leaf: Value) -> Value:
-    """Returns rows of the site's columns, multiplied by the numbers by which nodes hold them."""
-    form = site.projections.form
-    parts = (
-        form.scaled(form.slice(leaf, 1, first, last), product.number)
-        for product, first, last in site.parts
-    )
-    return form.join([*parts], 1)
-
-
 def read_norm(site: Site, value: Value, what: str) -> Norm:
     """Returns the norm that makes a Value. Raises Departure if it is no RMSNorm of its columns.
 
@@ -90,7 +80,12 @@ def read_norm(site: Site, value: Value, what: str) -> Norm:
     rows = to_rows(form, value, site.layouts[value], site.tokens)
     shape, size, has_gamma = (site.tokens, site.columns), len(reading.columns), False
     leaf = form.activation(f"site {site.rows.serial}", shape)  # stands for the products
-    products = _multiplied(site, leaf)
+    # by the numbers by which nodes hold them
+    multiples = [
+        form.scaled(form.slice(leaf, 1, first, last), product.number)
+        for product, first, last in site.parts
+    ]
+    products = form.join(multiples, 1)
     columns = reading.columns.tolist()
     latents = form.take(products, 1, columns)
     # numbers stay where they are in roots: only there a root is the kernel's

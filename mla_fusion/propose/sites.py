@@ -209,7 +209,12 @@ class Site:
     @cached_property
     def cone(self) -> list[Value]:
         """Returns the cone: the products, and what they reach before the next ones, in order."""
-        return [*self.roots, *self._reached_values()]
+        cone, seen = [*self.roots], set(self.roots)
+        for value in readers_in_order(self.projections.users, seen):
+            if self._is_followed(value, seen):
+                seen.add(value)
+                cone.append(value)
+        return cone
 
     @cached_property
     def base(self) -> Value:
@@ -251,15 +256,6 @@ class Site:
                     layouts[value] = layout_of(value, layouts)
         return ConeFacts({places[value]: layout for value, layout in layouts.items()})
 
-    def _reached_values(self) -> list[Value]:
-        """Returns what the products reach before the next ones, in order."""
-        seen, values = set(self.roots), list[Value]()
-        for value in readers_in_order(self.projections.users, seen):
-            if self._is_followed(value, seen):
-                seen.add(value)
-                values.append(value)
-        return values
-
     def _is_followed(self, value: Value, seen: set[Value]) -> bool:
         """Returns True if the Value belongs to the cone.
 
@@ -281,17 +277,13 @@ class Site:
         """Returns the writes of Values in the cone, in order."""
         users = self.projections.users
         readers = {user for value in self.cone for user in users.get(value, ())}
-        writes = (reader for reader in readers if reader.op == "write")
-        return sorted(writes, key=serial)
+        return sorted((reader for reader in readers if reader.op == "write"), key=serial)
 
     @cached_property
     def next_sites(self) -> list[Site]:
         """Returns the sites whose activation is computed from these products."""
-        sites = self.projections.sites
-        sites_in_cone = [
-            sites[value] for value in self.layouts if value in sites and value not in self.roots
-        ]
-        return [site for site in sites_in_cone if site is not self]
+        sites, own = self.projections.sites, (self.rows, *self.roots)
+        return [sites[value] for value in self.layouts if value in sites and value not in own]
 
     @cached_property
     def readings(self) -> dict[Value, ColumnReading]:
