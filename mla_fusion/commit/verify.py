@@ -59,7 +59,7 @@ class Verifier:
         if self._config.verify == "first" and plan.structure in self._layers:
             return Outcome(f"equal in structure to {self._layers[plan.structure]}")
         size = plan.proposal.x.shape[0] * sum(
-            prod(plan.proposal.arguments[name].shape) for name in WEIGHTS
+            plan.proposal.arguments[name].numel for name in WEIGHTS
         )
         with use_cpu_threads(1 if size <= _SMALL else self._threads):
             try:

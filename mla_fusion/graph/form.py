@@ -126,6 +126,11 @@ class Value:
         return list(zip(self.sources, self.literal[0], strict=True))
 
     @property
+    def numel(self) -> int:
+        """How many elements it has."""
+        return prod(self.shape)
+
+    @property
     def number(self) -> Any:
         """The number in front of a product, or the one that a sum adds."""
         return self.literal[1]
@@ -586,12 +591,10 @@ class Form:
         shape = tuple(shape)
         if -1 in shape:
             product_of_known = prod(size for size in shape if size != -1)
-            shape = tuple(
-                prod(value.shape) // product_of_known if size == -1 else size for size in shape
-            )
+            shape = tuple(value.numel // product_of_known if size == -1 else size for size in shape)
         if value.shape == shape:
             return value
-        if prod(value.shape) != prod(shape):
+        if value.numel != prod(shape):
             raise ValueError(f"{list(value.shape)} as {list(shape)}")
         times, value = self.split(value)
         value = strip(value, "reshape")
@@ -649,7 +652,7 @@ class Form:
         if broadcast((value.shape, shape)) != shape:
             raise ValueError(f"{list(value.shape)} to {list(shape)}")
         value = strip(value, "expand")
-        if prod(shape) == prod(value.shape) and not value.is_number:
+        if prod(shape) == value.numel and not value.is_number:
             return self.reshape(value, shape)
         return self.make("expand", (value,), None, shape, value.dtype)
 
@@ -825,7 +828,7 @@ class Form:
         if index.op == "constant" and len(index.shape) == 1:
             return self.take(base, axis, index.literal.tensor.tolist())
         filled = filled_with(index)
-        if filled is not None and prod(index.shape) == 1:
+        if filled is not None and index.numel == 1:
             place = int(filled.number.ratio)
             return self.reshape(self.slice(base, axis, place, place + 1), shape)
         times, base = self.split(base)

@@ -143,7 +143,7 @@ def _write_cache(c: Call, cache: Value, index: Value, rows: Value, mode: str) ->
     numbers differ.
     """
     form = c.form
-    row_counts = prod(index.shape), prod(rows.shape[:-1])
+    row_counts = index.numel, prod(rows.shape[:-1])
     if mode in PAGED and all(map(is_open, row_counts)):
         c.equate(*row_counts)
     if mode not in PAGED or row_counts[0] != row_counts[1]:

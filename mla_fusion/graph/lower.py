@@ -13,7 +13,6 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from fractions import Fraction
 from functools import cached_property
-from math import prod
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from torch.fx import Node
 
 from mla_fusion.compat import without_fake_mode
 from mla_fusion.fx.build import Builder
-from mla_fusion.fx.kinds import is_literal
+from mla_fusion.fx.kinds import is_literal, value_of
 from mla_fusion.graph.columns import Groups, groups_of
 from mla_fusion.graph.form import Value
 from mla_fusion.graph.numbers import MINUS_ONE, ONE, Number, number
@@ -96,7 +95,7 @@ class Lowering:
         A literal of the trace is a real tensor: only ``lift_fresh_copy`` may read it.
         """
         for node in self.graph.nodes_holding(value):
-            tensor, is_bare = node.meta.get("val"), node.op == "get_attr" and is_literal(node)
+            tensor, is_bare = value_of(node), node.op == "get_attr" and is_literal(node)
             if isinstance(tensor, torch.Tensor) and self.usable(node) and not is_bare:
                 yield node, tensor
 
@@ -133,7 +132,7 @@ class Lowering:
 
     def _create(self, operator: Any, like: Value, *args: Any) -> Any:
         """Calls an operator that makes a tensor, with the dtype of ``like``."""
-        device = self._weight_node.meta["val"].device
+        device = value_of(self._weight_node).device
         return self.b.call(operator, *args, dtype=like.dtype, device=device)
 
     def _scale(self, handle: Any, times: Number) -> Any:
@@ -242,7 +241,7 @@ class Lowering:
             groups = groups_of(columns, base.shape[axis])
             if groups is not None:
                 return self._select_columns(self.of(base), groups)
-        handle, rows = self.of(base), self.of(index, shape=[prod(index.shape)])
+        handle, rows = self.of(base), self.of(index, shape=[index.numel])
         if index.op == "constant":  # a model's list of numbers is on CPU
             result = self.b.call(aten.index.Tensor, handle, [*[None] * axis, rows])
         else:

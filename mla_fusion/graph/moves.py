@@ -370,7 +370,7 @@ def write_rows(c: Call, base: Value, axis: int, count: int, index: Value, rows: 
     shape = (*leading, *index.shape, *trailing)
     rows = form.expand(rows, shape)
     rows = rows if rows.active else form.cast(rows, base.dtype)
-    total, entries = prod(index.shape), prod(leading)
+    total, entries = index.numel, prod(leading)
     flat = form.reshape(index, (total,))
     if entries > 1:
         columns = [_column(c, entries), form.reshape(flat, (1, total))]

@@ -20,7 +20,7 @@ from torch.fx import GraphModule, Node
 
 from mla_fusion.fx import strides, subgraphs
 from mla_fusion.fx.build import GraphBuilder
-from mla_fusion.fx.kinds import signature
+from mla_fusion.fx.kinds import dtype_of, shape_of, signature, value_of
 from mla_fusion.fx.module_path import NAME, label
 from mla_fusion.fx.sizes import is_size, same
 from mla_fusion.fx.walk import is_copy_into, is_in_last_copies, origin, views_and_writes
@@ -136,7 +136,7 @@ def _is_sliced(node: Node) -> bool:
     for view in views:
         for user in view.users:
             if signature(user.target).is_view and user.args[0] is view:
-                tensor, size = user.meta.get("val"), prod(view.meta["val"].shape)
+                tensor, size = value_of(user), prod(shape_of(view))
                 if not isinstance(tensor, torch.Tensor) or not same(prod(tensor.shape), size):
                     return True
                 views.append(user)
@@ -163,9 +163,9 @@ def _candidate(graph: Graph, node: Node) -> Pool | None:
     if back is not None:
         if len(writers) > 1 or node in graph.hidden or not is_in_last_copies(back):
             return None
-    elif not node.meta["val"].is_contiguous():
+    elif not value_of(node).is_contiguous():
         return None  # a reshape would not be the memory that is written
-    return Pool(node, leaf, back, {leaf: Run(0, prod(leaf.shape))}, {leaf})
+    return Pool(node, leaf, back, {leaf: Run(0, leaf.numel)}, {leaf})
 
 
 def _has_parts(graph: Graph, pool: Pool) -> bool:
@@ -238,11 +238,11 @@ def _run_of(value: Value, pool: Pool) -> Run | None:
         if step != 1 or prod(first.shape[:axis]) != 1:
             return None
         start = runs[first].start + start * prod(first.shape[axis + 1 :])
-        run = Run(start, start + prod(value.shape))
+        run = Run(start, start + value.numel)
         return run if _is_comparable(pool, runs[first], run) else None
     if value.op == "join" and _is_in_order(value):
-        size = prod(value.shape)
-        if size == prod(pool.leaf.shape):
+        size = value.numel
+        if size == pool.leaf.numel:
             return runs[pool.leaf]
         starts = {runs[part].start - place.start for place, part in _placed(value) if part in runs}
         run = Run(min(starts), min(starts) + size)
@@ -270,7 +270,7 @@ def _is_in_order(join: Value) -> bool:
 def _placed(join: Value, start: int = 0) -> Iterator[tuple[Run, Value]]:
     """Yields the sources of a join with the elements that they take, from ``start`` on."""
     for source in join.sources:
-        run = Run(start, start + prod(source.shape))
+        run = Run(start, start + source.numel)
         yield run, source
         start = run.stop
 
@@ -328,7 +328,7 @@ def _as_part(pool: Pool, run: Run) -> Part | None:
         if is_open(start) or (is_open(entries) and not is_rest):
             return None
         return Part(start, None if is_rest else entries)
-    if is_symbolic or not pool.node.meta["val"].is_contiguous():
+    if is_symbolic or not value_of(pool.node).is_contiguous():
         return None
     shapes = (value.shape for value, other in pool.runs.items() if other == run)
     # an einsum adds axes of its own behind the rows
@@ -389,7 +389,7 @@ class _Rewrite:
             for number, (run, part) in enumerate(pool.parts.items()):
                 with graph.inserting_after(last):
                     last = graph.create_node("placeholder", f"{pool.node.target}_part{number}")
-                last.meta["val"] = tensor = part.of(pool.node.meta["val"])
+                last.meta["val"] = tensor = part.of(value_of(pool.node))
                 named = f"{run.start}:{run.stop} of its elements" if part.shape else part.start
                 last.meta |= {
                     _PART_OF: (inputs.index(pool.node), part),
@@ -405,7 +405,7 @@ class _Rewrite:
         if part is None:
             raise LookupError(run)
         leaf = self._inputs[pool.node, part]
-        flat = form.reshape(leaf, (prod(leaf.shape),))
+        flat = form.reshape(leaf, (leaf.numel,))
         return form.slice(flat, 0, run.start - part.start, run.stop - part.start)
 
     def _elements(self, pool: Pool, value: Value, start: int, stop: int) -> Iterator[Value]:
@@ -414,7 +414,7 @@ class _Rewrite:
 
         def is_held(value: Value, run: Run, start: int) -> bool:
             """Returns True if the elements are all of a Value that a node holds."""
-            count = prod(value.shape)
+            count = value.numel
             return (start, run.stop - run.start) == (0, count) and self._is_held(value)
 
         for run, piece, place in _pieces(pool, value, Run(start, stop), start, is_held):
@@ -423,7 +423,7 @@ class _Rewrite:
                 offset = pool.runs[piece].start
                 yield self._of_part(pool, Run(offset + place, offset + end))
             else:
-                yield form.slice(form.reshape(piece, (prod(piece.shape),)), 0, place, end)
+                yield form.slice(form.reshape(piece, (piece.numel,)), 0, place, end)
 
     def _is_usable(self, node: Node) -> bool:
         """Returns True if lowering may read a node."""
@@ -460,10 +460,10 @@ class _Rewrite:
             if pool.back is None:  # a view
                 value = self._of_part(pool, run)
             else:
-                value = form.join([*self._elements(pool, reading, 0, prod(reading.shape))], 0)
-        shape = self.graph.shape(node.meta["val"].shape)
+                value = form.join([*self._elements(pool, reading, 0, reading.numel)], 0)
+        shape = self.graph.shape(shape_of(node))
         try:
-            new = self._lower.of(form.reshape(value, shape), node.meta["val"].dtype)
+            new = self._lower.of(form.reshape(value, shape), dtype_of(node))
         except (LookupError, ValueError, StopIteration):  # or no weight says on which device
             return
         self._replaced.append((new, node))
@@ -496,7 +496,7 @@ class _Rewrite:
                 copies.append((back, node, new))
         for back, node, new in copies:
             self.b.at(back, back.meta)
-            self.b.insert(aten.copy_.default, (node, new), {}, node.meta["val"])
+            self.b.insert(aten.copy_.default, (node, new), {}, value_of(node))
         for back in backs:
             self.graph.gm.graph.erase_node(back)
 

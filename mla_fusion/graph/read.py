@@ -34,6 +34,7 @@ from mla_fusion.fx.kinds import (
     is_literal,
     is_reshape,
     signature,
+    value_of,
 )
 from mla_fusion.fx.sizes import Binding, has_symbols
 from mla_fusion.fx.sizes import expression as expression_of
@@ -359,7 +360,7 @@ class Graph:
 
     def _read_node(self, node: Node) -> Reading:
         """Returns what a node is, and records what it writes."""
-        meta_value = node.meta.get("val")
+        meta_value = value_of(node)
         if node.op == "output":
             return None
         if isinstance(meta_value, (torch.SymFloat, torch.SymBool)):
@@ -526,7 +527,7 @@ class Graph:
         if name == "permute":
             order = [axis % len(value.shape) for axis in arguments["dims"]]
             return self.form.permuted_back(value, order)
-        is_whole = is_reshape(view) and prod(value.shape) == prod(viewed_value.shape)
+        is_whole = is_reshape(view) and value.numel == viewed_value.numel
         return self.form.reshape(value, viewed_value.shape) if is_whole else None
 
     def _leaf(self, name: str, tensor: torch.Tensor, model: bool) -> Reading:
@@ -597,7 +598,7 @@ class Graph:
             return function_reading
         positional = self.argument(list(node.args))
         options = {name: self.argument(argument) for name, argument in node.kwargs.items()}
-        meta_value, arguments = node.meta.get("val"), bind_arguments(target, positional, options)
+        meta_value, arguments = value_of(node), bind_arguments(target, positional, options)
         if self.symbols and not self._is_size_independent(arguments):
             return self._make_opaque(node)
         call = self.call(target, meta_value)
@@ -701,7 +702,7 @@ class Graph:
             return None
         readings = [self.readings[input_node] for input_node in node.all_input_nodes]
         reading = self._read_subgraph(body, readings, node, (*self._open_functions, target))
-        return reading[0] if isinstance(node.meta["val"], torch.Tensor) else reading
+        return reading[0] if isinstance(value_of(node), torch.Tensor) else reading
 
     def _read_subgraph(
         self,
@@ -826,7 +827,7 @@ class Graph:
 
         It is equal to no other node's if it is random or not initialised.
         """
-        meta_value = node.meta.get("val")
+        meta_value = value_of(node)
         arguments = _leaves(self.argument([*node.args, *node.kwargs.items()]))
         values = values_of(arguments)
         other_arguments = [

@@ -15,7 +15,7 @@ import torch
 from torch.fx import Node
 
 from mla_fusion.compat import guard
-from mla_fusion.fx.kinds import called
+from mla_fusion.fx.kinds import called, value_of
 from mla_fusion.fx.sizes import divides, known, same
 from mla_fusion.graph.form import MOVES, Value, order, strip, strip_reshapes
 from mla_fusion.graph.moves import is_open_part
@@ -235,7 +235,7 @@ def _changed_rows_obstacle(
     if any(value.op == "leaf" for value in steps):
         message = f"one row of {target} holds latent and rotated key; the kernel writes two caches"
         return Obstacle("cache.joined_row", message)
-    if prod(written_rows.shape) != prod(rows.shape):
+    if written_rows.numel != rows.numel:
         if written_rows.shape[:1] == rows.shape[:1]:
             sizes = f"{prod(written_rows.shape[1:])} numbers, not {prod(rows.shape[1:])}"
             detail = f"a row of {name} is written to {target} as {sizes}"
@@ -288,8 +288,8 @@ def _missing_write_obstacle(graph: Graph, rewrites: Rewrites, name: str, rows: V
             if is_open(width):
                 message = f"{call} writes to a cache that is {graph.size_text(width)} wide"
                 return Obstacle("cache.width", message)
-            counts = [prod(source.shape) for source in value.sources if not source.is_float]
-            if len(counts) == 1 and counts[0] not in (1, rows.shape[0], prod(rows.shape)):
+            counts = [source.numel for source in value.sources if not source.is_float]
+            if len(counts) == 1 and counts[0] not in (1, rows.shape[0], rows.numel):
                 return _count_obstacle(graph, counts[0], rows.shape[0])
             message = f"{call} is no write of whole rows of {name} by one number for each token"
             return Obstacle("cache.writer", message)
@@ -307,7 +307,7 @@ def _may_be_cache(value: Value, rows: Value) -> bool:
     """Returns True if the Value is a view of an input that is large enough to take the rows."""
     memory = strip(value, "reshape", "slice", "permute")
     is_input = memory.op in ("leaf", "write") and not memory.model and memory is not rows
-    return is_input and memory.dtype.itemsize < 8 and prod(memory.shape) >= prod(rows.shape)
+    return is_input and memory.dtype.itemsize < 8 and memory.numel >= rows.numel
 
 
 PAIRS = Obstacle(
@@ -325,7 +325,7 @@ def _memory_obstacles(
     element  the dtype of the rows
     """
     allowed = limits("npu_mla_prolog_v3", machine.soc, machine.cann, "graph")
-    name, cache = write.cache.name, write.cache.meta["val"]
+    name, cache = write.cache.name, value_of(write.cache)
     if not boundary and graph.shape(cache.shape) != write.shape:
         sizes = f"{list(cache.shape)}, and no wrapper can view it as {list(write.shape)}"
         yield Obstacle("cache.boundary", f"{name} has shape {sizes}")
@@ -359,7 +359,7 @@ def _read_write(graph: Graph, value: Value) -> Write | Obstacle:
     cache = _input_holding(graph, memory)
     if memory.op != "leaf" or cache is None:
         return _no_input_obstacle(graph, memory)
-    tensor, width = cache.meta["val"], value.shape[1]
+    tensor, width = value_of(cache), value.shape[1]
     # a symbol that the reader found to be the width may be another number in the next call
     if graph.shape(tensor.shape)[-1] != width or guard(tensor.shape[-1] == width) is False:
         detail = f"{cache.name} is {tensor.shape[-1]} wide, the rows written to it {width}"
@@ -379,7 +379,7 @@ def _no_input_obstacle(graph: Graph, base: Value) -> Obstacle:
     name = nodes[0].name if nodes else "what rows are written into"
     owner = _input_holding(graph, memory)
     message, remedy = f"{name} is not a graph input seen as rows", ""
-    if not prod(base.shape):
+    if not base.numel:
         message = f"{name} has no elements"
     elif base.op == "opaque" and base.literal[0].startswith("as_strided"):
         message = (
@@ -425,7 +425,7 @@ def _paged_shape(cache: Node) -> tuple[object, object, int, object] | None:
     128, 64, 32 or 16. If sizes are symbolic, one must be known to be a multiple of that, or the
     product of the others must be.
     """
-    value = cache.meta["val"]
+    value = value_of(cache)
     shape = [known(size) for size in value.shape]
     if len(shape) < 2 or any(isinstance(size, int) and size == 0 for size in shape):
         return None

@@ -13,7 +13,7 @@ from torch.fx import Node
 
 from mla_fusion.compat import without_fake_mode
 from mla_fusion.fx.build import Builder
-from mla_fusion.fx.kinds import word
+from mla_fusion.fx.kinds import value_of, word
 from mla_fusion.fx.sizes import has_symbols
 
 aten = torch.ops.aten
@@ -41,7 +41,7 @@ def to_kernel_layout(builder: Builder, weight: Any, is_nz: bool) -> Any:
         return weight
     if not _is_laid_out(weight, is_nz):
         weight = builder.contiguous(weight)
-    on_cpu = weight.meta["val"].device.type == "cpu"  # traced for an NPU; a CPU has no formats
+    on_cpu = value_of(weight).device.type == "cpu"  # traced for an NPU; a CPU has no formats
     if is_nz and builder.device_type(weight) == "npu" and (not on_cpu or _is_input(weight)):
         weight = builder.call(torch.ops.npu.npu_format_cast.default, weight, FRACTAL_NZ)
     return weight
@@ -55,7 +55,7 @@ def _is_laid_out(weight: Any, is_nz: bool) -> bool:
     """
     if _is_input(weight):
         return True
-    value = weight.meta["val"]
+    value = value_of(weight)
     if has_symbols((*value.shape, *value.stride())) or not value.is_contiguous():
         return False
     is_transposed = word(weight) in _TRANSPOSES and _is_input(weight.args[0])

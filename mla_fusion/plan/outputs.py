@@ -14,7 +14,7 @@ from torch.fx import Node
 
 from mla_fusion.compat import OpOverload
 from mla_fusion.fx.aliases import written_arguments
-from mla_fusion.fx.kinds import signature
+from mla_fusion.fx.kinds import dtype_of, signature, value_of
 from mla_fusion.graph.departure import Departure
 from mla_fusion.graph.form import Value, filled_with, order, strip_reshapes
 from mla_fusion.graph.read import Graph, values_of
@@ -47,7 +47,7 @@ def is_replaced(graph: Graph, node: Node, rewrites: Rewrites) -> bool:
 
 def is_size(node: Node) -> bool:
     """Returns True if the node returns the size of a tensor."""
-    return isinstance(node.meta.get("val"), torch.SymInt) and isinstance(node.target, OpOverload)
+    return isinstance(value_of(node), torch.SymInt) and isinstance(node.target, OpOverload)
 
 
 def _is_metadata_check(graph: Graph, node: Node) -> bool:
@@ -117,7 +117,7 @@ def _is_step_after_results(graph: Graph, rewrites: Rewrites, node: Node, rewrite
     rewrite  what the node's Value is over the results
     """
     is_result = strip_reshapes(rewrite).op in ("leaf", "write")  # or a written cache
-    if is_result and node.meta["val"].dtype != torch.float32:
+    if is_result and dtype_of(node) != torch.float32:
         return False
     if any((node, producer) in graph.stale for producer in node.all_input_nodes):
         return False

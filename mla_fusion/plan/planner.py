@@ -7,7 +7,6 @@ plan and lowers it.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from math import prod
 
 import torch
 from torch.fx import Node
@@ -247,7 +246,7 @@ class Planner:
         half_claims = []
         for claim in claims:
             leaf, kernel = rows.get(claim.part), claim.kernel
-            if leaf is not None and prod(leaf.shape) == prod(claim.graph.shape):
+            if leaf is not None and leaf.numel == claim.graph.numel:
                 kernel = form.reshape(leaf, claim.graph.shape)
             half_claims.append(Claim(claim.part, claim.graph, kernel))
         return half_claims

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 import torch
 from torch.fx import Node
 
-from mla_fusion.fx.kinds import dtype_of
+from mla_fusion.fx.kinds import dtype_of, value_of
 from mla_fusion.fx.vector_numbers import HOLDS_BFLOAT16
 from mla_fusion.fx.walk import upward, views_and_model_casts
 from mla_fusion.graph.departure import Departure
@@ -51,7 +51,7 @@ def check_region(graph: Graph, proposal: Proposal, region: Iterable[Node]) -> No
         return any(strip_reshapes(graph.form.split(value)[1]) in products for value in values)
 
     for node in region:
-        tensor = node.meta.get("val")
+        tensor = value_of(node)
         if not isinstance(tensor, torch.Tensor) or not tensor.is_floating_point():
             continue
         if tensor.dtype.itemsize > 1 and tensor.dtype not in _WIDE:
@@ -101,7 +101,7 @@ def _check_product(graph: Graph, node: Node) -> None:
     The kernel rounds what it multiplies to bfloat16, and scales no product.
     """
     for operand in node.all_input_nodes:
-        value, tensor = graph.readings[operand], operand.meta["val"]
+        value, tensor = graph.readings[operand], value_of(operand)
         is_wide = isinstance(tensor, torch.Tensor) and tensor.dtype in _WIDE[1:]
         if is_wide and isinstance(value, Value) and value.active and not is_rounded(operand):
             detail = f"{operand.name}, which {node.name} multiplies, is {tensor.dtype}"

@@ -51,7 +51,7 @@ def trusted_inputs(graph: Graph, index: Value) -> Roles | None:
                 first, count = places[value]
                 end = size + first + graph.unbound(count)
                 conditions.append(end <= graph.unbound(block_size))
-        elif prod(value.shape) == 1 and any(map(is_open, map(int, role.split(" ")[1:]))):
+        elif value.numel == 1 and any(map(is_open, map(int, role.split(" ")[1:]))):
             return None  # its number of tokens is not that of all tokens
         elif role.isdigit():
             is_sum = value.op == "sum" and value.literal[0] == (1,)
@@ -112,7 +112,7 @@ def _trusted_inputs(index: Value, role: str) -> Roles | None:
     if inner.op == "gather" and _are_distinct(inner.sources[1]):
         rows, places = inner.sources
         # several negative places would wrap
-        starts = {} if prod(places.shape) == 1 else _trusted_inputs(places, "")
+        starts = {} if places.numel == 1 else _trusted_inputs(places, "")
         roles = None if _is_repeated(rows) else _trusted_inputs(rows, role)
         return None if starts is None or roles is None else starts | roles
     if inner.op == "sum" and len(inner.sources) > 1:
@@ -155,15 +155,15 @@ def places_in_blocks(roles: Roles) -> dict[Value, tuple[int, int]]:
 
 def _are_distinct(places: Value) -> bool:
     """Returns True if the places are distinct for all inputs: counted ones, plus one number."""
-    if prod(places.shape) == 1:
+    if places.numel == 1:
         return True
     inner = _strip_views_and_casts(places)
     summands = inner.sources if inner.op == "sum" else (inner,)
-    vectors = [vector for vector in map(_strip_views_and_casts, summands) if prod(vector.shape) > 1]
+    vectors = [vector for vector in map(_strip_views_and_casts, summands) if vector.numel > 1]
     if len(vectors) != 1 or any(map(_is_repeated, (places, *vectors))):
         return False
     is_counted = _trusted_inputs(vectors[0], "") == {}
-    return is_counted and prod(places.shape) == prod(vectors[0].shape)
+    return is_counted and places.numel == vectors[0].numel
 
 
 def _is_repeated(index: Value) -> bool:
@@ -171,7 +171,7 @@ def _is_repeated(index: Value) -> bool:
     inner = _strip(index, "reshape", "slice", "permute")
     if inner.op == "constant":
         return _numbers(inner).shape != inner.shape
-    return prod(index.shape) != 1 and inner.op == "expand"
+    return index.numel != 1 and inner.op == "expand"
 
 
 def _numbers(constant: Value) -> torch.Tensor:
@@ -211,19 +211,19 @@ def _inputs_of_sum(value: Value) -> Roles | None:
             _strip_views_and_casts(operand).op in ("count", "constant")
             for operand in (entries, places)
         ]
-        is_single = prod(_strip_views_and_casts(entries).shape) == 1
+        is_single = _strip_views_and_casts(entries).numel == 1
         blocks = _trusted_inputs(entries, "sequences" if is_counted[1] or is_single else "block")
         offsets = _trusted_inputs(places, "positions" if is_counted[0] or is_single else "place")
         is_spread = _covers(terms, value.shape)
         if size > 1 and step == 1 and blocks is not None and offsets is not None and is_spread:
             counted, limits = _strip_views_and_casts(places), bounds.of(places)
-            if not offsets and (is_open(prod(counted.shape)) or is_open(int(size))):
+            if not offsets and (is_open(counted.numel) or is_open(int(size))):
                 offsets = {counted: str(size)}
             is_inside = bool(offsets) or (limits is not None and limits[1] < size)
             # an input has one role
             return blocks | offsets if is_inside and blocks.keys().isdisjoint(offsets) else None
     if min(terms.values()) > 0 and _are_distinct(value):
-        starts = [term for term in terms if prod(_strip_views_and_casts(term).shape) == 1]
+        starts = [term for term in terms if _strip_views_and_casts(term).numel == 1]
         roles = [_trusted_inputs(start, "") for start in starts]
         if None not in roles:
             return {leaf: role for known in roles for leaf, role in known.items()}  # type: ignore[union-attr]
@@ -253,7 +253,7 @@ def _inputs_of_table(value: Value) -> Roles | None:
         offsets = terms.keys() - {block_rows}
         slots = _offset_source({term: terms[term] for term in offsets}, size, value.number)
         rows = None if slots is None else _added_to_blocks(index, slots, size)
-        if slots is None or rows is None or prod(slots.shape) != prod(value.shape):
+        if slots is None or rows is None or slots.numel != value.numel:
             continue
         table_shape = _strip(table, "reshape").shape
         if len(rows) > 1 or (rows and len(table_shape) > 1 and rows[0][1] != table_shape[-1]):
@@ -294,7 +294,7 @@ def _counted_from(
     limits = bounds.of(counts[0]) if counts else (0, 0)
     if not roles or limits is None:
         return None
-    count = prod(counts[0].shape) if counts else 1
+    count = counts[0].numel if counts else 1
     count = count if is_open(count) else limits[1] + 1
     spreads = [_spread(summand, shape) for summand, _ in positions]
     own = spreads[summands.index(starts[0])]
@@ -304,7 +304,7 @@ def _counted_from(
         axes = sorted(axis for _, summand_axes in spreads for axis in summand_axes)
         return all(target == own[0] for target, _ in spreads) and axes == _long_axes(own[0])
 
-    is_single = prod(starts[0].shape) == 1
+    is_single = starts[0].numel == 1
     is_owned = not counts or is_single or own in owners
     # one start may serve all sequences
     is_shared = is_single and is_each_counted([*spreads, *owners])
@@ -335,7 +335,7 @@ def _spread(summand: Value, shape: Shape) -> Spread:
 
     shape  of the sum
     """
-    is_broadcast = prod(summand.shape) < prod(shape)
+    is_broadcast = summand.numel < prod(shape)
     value = summand if is_broadcast else _strip(summand, "reshape")
     inner = value.sources[0] if value.op == "expand" else value
     target = shape if is_broadcast else value.shape

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
-from math import prod
 from typing import Any
 
 import torch
@@ -63,7 +62,7 @@ class _Variants:
         form, name = self.form, "rmsnorm_gamma_ckv"
         gamma = base.arguments[name]
         inner = strip(gamma, "reshape", "slice", "expand")
-        is_row = prod(inner.shape) == prod(gamma.shape)
+        is_row = inner.numel == gamma.numel
         if not is_row or inner.op != "product" or inner.number != ONE:
             return base, None
         weights = [factor for factor, power in inner.operands if power == 1 and _is_gamma(factor)]
@@ -144,7 +143,7 @@ class _Variants:
         if inner.function not in _FORMAT_NAMES:
             return None
         for claim in self._claims(part):
-            if prod(claim.graph.shape) != prod(inner.shape):
+            if claim.graph.numel != inner.numel:
                 continue
             float_rows = self.form.reshape(claim.graph, inner.shape)
             ratio = self._ratio(inner.sources[0], float_rows)
@@ -197,7 +196,7 @@ class _Variants:
         cache_scale = scale_row(self.form, ratio, 1)
         for value in self._moves_of(claim.graph for claim in self._claims("query")):
             kernel = self.rewrites.of(value)
-            if kernel is None or prod(value.shape) != prod(self.base.results.query.shape):
+            if kernel is None or value.numel != self.base.results.query.numel:
                 continue
             codes, step = quantise.by_row(self.form, value, self.kind)
             if codes not in self.projections.graph.nodes or cache_scale is None:
@@ -252,7 +251,7 @@ class _Variants:
             for rotated in self._moves_of([claim.graph]):
                 for value in self.projections.users.get(rotated, ()):
                     is_held = value in self.projections.graph.nodes
-                    is_rope = prod(step.shape) * self.rope == prod(value.shape)
+                    is_rope = step.numel * self.rope == value.numel
                     if value.op != "product" or not is_held or not is_rope:
                         continue
                     steps = self.form.reshape(step, (*value.shape[:-1], 1))

@@ -15,13 +15,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import cached_property
 from itertools import combinations
-from math import prod
 from typing import NamedTuple
 
 from torch.fx import Node
 
 from mla_fusion.fx import kinds
-from mla_fusion.fx.kinds import argument
+from mla_fusion.fx.kinds import argument, value_of
 from mla_fusion.fx.module_path import Labels
 from mla_fusion.graph.call import RULES, name_of
 from mla_fusion.graph.departure import UNKNOWN, Departure
@@ -123,7 +122,7 @@ def _rows(layer: Value) -> Value:
     activations = [source for source in layer.sources if not source.model]
     if layer.op == "dot":
         return activations[0]
-    return max(activations, key=lambda value: prod(value.shape))
+    return max(activations, key=lambda value: value.numel)
 
 
 def _is_flat(layer: Value) -> bool:
@@ -174,11 +173,9 @@ class _NearMisses:
                 return self.graph.nodes[candidate][0]
             if candidate in self.graph.enclosing:
                 return self.graph.enclosing[candidate]
-            size = prod(candidate.shape) if candidate.op in ("product", "reshape") else -1
+            size = candidate.numel if candidate.op in ("product", "reshape") else -1
             operands = [
-                source
-                for source in candidate.sources
-                if not source.model and prod(source.shape) == size
+                source for source in candidate.sources if not source.model and source.numel == size
             ]
             if len(stack) < _FAR:
                 stack += operands or self.users.get(candidate, candidate.sources)
@@ -192,7 +189,7 @@ class _NearMisses:
         for value in reason.values:
             node = self._node(value)
             name = value.op if node is None else node.name
-            tensor = None if node is None or value not in self.graph.nodes else node.meta.get("val")
+            tensor = None if node is None or value not in self.graph.nodes else value_of(node)
             shape = getattr(tensor, "shape", value.shape)
             dims = ", ".join(
                 self.graph.size_text(size) if isinstance(size, int) else str(size) for size in shape
@@ -399,7 +396,7 @@ class _NearMisses:
                 return Reason("linear.hidden", text, (value, *pair))
         for term, is_adapter in self._other_addends(value) if any(layers_of_terms) else ():
             return Reason("linear.hidden" if is_adapter else "", "%s adds %s", (value, term))
-        is_wide = bool(layers) and prod(value.shape) > layers[0].shape[0]
+        is_wide = bool(layers) and value.numel > layers[0].shape[0]
         if value.op == "sum" and len(terms) == 1 and is_wide and _is_layer_output(terms[0]):
             bias = tuple(addends[:1])
             bias_name = "%s" if bias else f"{float(value.number):g}"
@@ -416,12 +413,11 @@ class _NearMisses:
             try:
                 layouts[value] = layout_of(value, layouts)
             except Mixed:
-                size = prod(value.sources[0].shape)
+                size = value.sources[0].numel
                 is_joined = any(
-                    user.op == "join" and prod(user.shape) >= size
-                    for user in self.users.get(value, ())
+                    user.op == "join" and user.numel >= size for user in self.users.get(value, ())
                 )
-                if value.op in ("slice", "gather") and prod(value.shape) < size and not is_joined:
+                if value.op in ("slice", "gather") and value.numel < size and not is_joined:
                     text = "%s has some of the tokens of %s"
                     return Reason("tokens.cut", text, (value, value.sources[0]))
                 return Reason("", "%s does not treat all tokens alike", (value,))
@@ -542,8 +538,8 @@ class _NearMisses:
             if step.op != "product" or len(step.sources) != 2:
                 continue
             product, factor = sorted(step.sources, key=lambda source: source.weight)
-            shape = strip(factor, "reshape", "expand").shape
-            is_row = factor.weight and shape[-1:] == (prod(shape),)
+            row = strip(factor, "reshape", "expand")
+            is_row = factor.weight and row.shape[-1:] == (row.numel,)
             if is_row and strip(product, *_MOVES) is layer:
                 scaled = Reason("linear.scaled", "%s is multiplied by %s", (layer, factor))
                 return _weights_only_reason(layer) or scaled
@@ -648,7 +644,7 @@ class _NearMisses:
         steps = self.steps_below(site.layers)
         cause = self.first_odd_step(site.layers, steps)
         for step in steps:
-            size = prod(step.shape) // max(site.tokens, 1)
+            size = step.numel // max(site.tokens, 1)
             is_wide = step.shape[-1:] != (1,) and size > 1 and width in (None, size)
             is_first = cause is None or step.serial < cause.step.serial
             source_readings = (site.readings.get(source) for source in step.sources)
@@ -787,7 +783,7 @@ class _NearMisses:
         """
         for addend in value.sources if value.op == "sum" else ():
             layers, steps = self._reached(addend)
-            if not (layers or addend.model) and prod(addend.shape) == prod(value.shape):
+            if not (layers or addend.model) and addend.numel == value.numel:
                 yield addend, any(step.op in ("dot", "opaque") for step in steps)
 
 
@@ -814,7 +810,7 @@ def _is_layer_output(value: Value) -> bool:
         factors = [
             (source, power)
             for source, power in operands
-            if not source.model and (is_move or prod(source.shape) == prod(value.shape))
+            if not source.model and (is_move or source.numel == value.numel)
         ]
         if [power for _, power in factors] != [1]:
             return False

@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
-from math import prod
 
 from mla_fusion.exact.evaluate import computed_from
 from mla_fusion.exact.prove import Claim, prove
@@ -62,7 +61,7 @@ def _substitutes(site: Site, fill: Value) -> dict[Value, Value]:
         shape = product.root.shape
         row = form.slice(fill, 1, first, last) if fill.shape else fill
         row = form.scaled(row, product.number.inverse)
-        is_all = prod(row.shape) == prod(shape)
+        is_all = row.numel == product.root.numel
         substitutes[product.root] = form.reshape(row, shape) if is_all else form.expand(row, shape)
     return substitutes
 
@@ -111,7 +110,7 @@ def read_norm(site: Site, value: Value, what: str) -> Norm:
             "norm.of_input", "what it is multiplied by is made of other activations", [value]
         )
     terms = (term for radicand in _sums_under_roots(site, value) for term in radicand.sources)
-    if any(prod(term.shape) == 1 and not term.active for term in terms):
+    if any(term.numel == 1 and not term.active for term in terms):
         detail = f"{what} have an epsilon that is no number of the graph"
         raise Departure("norm.runtime_eps", detail, [value])
     raise Departure(

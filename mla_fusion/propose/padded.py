@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from math import prod
 
 from mla_fusion.exact.prove import Claim
 from mla_fusion.graph.form import Form, Value, is_zero
@@ -81,5 +80,5 @@ def _padded_claims(
                 if user.op in ("permute", "reshape"):
                     stack.append(user)
                 is_padded = is_result and user.op == "join" and is_zero(user.sources[-1])
-                if is_padded and prod(user.shape) == prod(result.shape):
+                if is_padded and user.numel == result.numel:
                     yield Claim(claim.part, user, form.reshape(result, user.shape))

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
 
 from mla_fusion.graph import quantise
 from mla_fusion.graph.form import BYTES, Factor, Form, Value, filled_with, strip
@@ -136,12 +135,12 @@ def split_blocks(form: Form, value: Value) -> tuple[Value, Value] | None:
     if values is None:
         return None
     (scales,) = [source for source in inner.sources if source is not values]
-    if prod(scales.shape) * BLOCK != prod(value.shape):  # one block's scale for others, too
+    if scales.numel * BLOCK != value.numel:  # one block's scale for others, too
         return None
     sizes = [size for size in scales.shape if size != 1]
     shape = tuple(sizes)
     if len(sizes) != 2:
-        (rows, columns), count = value.shape, prod(scales.shape)
+        (rows, columns), count = value.shape, scales.numel
         shape = (rows, count // rows) if count % rows == 0 else (count // columns, columns)
     return form.reshape(values, value.shape), form.reshape(scales, shape)
 
@@ -216,9 +215,9 @@ def scale_row(form: Form, value: Value, width: int) -> Value | None:
     row.
     """
     number = filled_with(value) or value
-    if prod(number.shape) == 1:
+    if number.numel == 1:
         return form.expand(form.reshape(number, ()), (width,))
-    is_row = value.shape[-1:] == (width,) and prod(value.shape) == width
+    is_row = value.shape[-1:] == (width,) and value.numel == width
     return form.reshape(value, (width,)) if is_row else None
 
 
@@ -235,10 +234,10 @@ def row_scales(
     factors = [
         (value, power)
         for value, power in product.factors
-        if value.shape[-1:] != (columns,) and prod(value.shape) == tokens
+        if value.shape[-1:] != (columns,) and value.numel == tokens
     ]
     scales = strip(form.product(factors), "expand")
-    if prod(scales.shape) != tokens:
+    if scales.numel != tokens:
         return None
     held = multiples_of(scales) or [scales]
     scales = max(held, key=lambda value: form.split(value)[0] == product.number)
@@ -267,7 +266,7 @@ def _next_root(
     for factor, power in reader.operands:
         if factor is root:
             continue
-        size = prod(factor.shape)
+        size = factor.numel
         if factor.shape[-1:] == shape[1:] and size == shape[1]:
             factors.append((form.reshape(factor, shape[1:]), power))
         elif factor.shape[-1:] in ((1,), ()) and size in (1, shape[0]):

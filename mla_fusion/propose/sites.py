@@ -22,7 +22,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from heapq import heapify, heappop, heappush
 from itertools import accumulate
-from math import prod
 from typing import NamedTuple
 
 import torch
@@ -263,12 +262,12 @@ class Site:
         """
         if is_projection(value) or value.op in ("write", "opaque"):
             return False
-        if prod(value.shape) > _LARGE * max(1, self.tokens):
+        if value.numel > _LARGE * max(1, self.tokens):
             return False
         others = [source for source in value.sources if source not in seen and not source.model]
         if value.op == "sum":  # with another activation, or an input as large: the residual
-            size = prod(value.shape)
-            return not any(source.active or prod(source.shape) == size for source in others)
+            size = value.numel
+            return not any(source.active or source.numel == size for source in others)
         # a product with cached rows is attention
         return value.op != "dot" or not any(source.active for source in others)
 
@@ -291,7 +290,7 @@ class Site:
         cone, values = self.facts
         if cone.readings is None:
             tokens = max(1, self.tokens)
-            sizes = {place: prod(values[place].shape) // tokens for place in cone.layouts}
+            sizes = {place: values[place].numel // tokens for place in cone.layouts}
             # no part of a prologue is larger
             places = [place for place, size in sizes.items() if 1 < size <= self.columns]
             probed = self._probe([values[place] for place in places])
@@ -436,7 +435,7 @@ def to_rows(form: Form, value: Value, layout: Layout, tokens: int) -> Value:
         raise Mixed(value)
     by_digits = form.reshape(value, [size for _, size in digits])
     rows = form.permute(by_digits, token_order(digits))
-    return form.reshape(rows, (tokens, prod(value.shape) // max(tokens, 1)))
+    return form.reshape(rows, (tokens, value.numel // max(tokens, 1)))
 
 
 def from_rows(form: Form, rows: Value, value: Value, layout: Layout) -> Value:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import suppress
-from math import prod
 
 import torch
 from torch import Tensor
@@ -33,7 +32,7 @@ def table_candidates(site: Site, evaluation: Evaluation) -> list[tuple[Value, Te
     """Returns rows [T, n] of the Values beside the products, and their numbers [tokens, n]."""
     candidates = dict[Value, Tensor]()
     for value, layout in dict.fromkeys(_operands_beside(site)):
-        if prod(value.shape) > site.tokens * site.columns:  # of one token: rows of all tokens
+        if value.numel > site.tokens * site.columns:  # of one token: rows of all tokens
             continue
         with suppress(Mixed, Undecided, RuntimeError):
             numbers = evaluation.dense(evaluation.beside(value, layout))

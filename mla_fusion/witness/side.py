@@ -16,7 +16,14 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_aggregate, map_arg
 
 from mla_fusion.fx import registered
-from mla_fusion.fx.kinds import attribute, is_float, is_mutating, signature, value_of
+from mla_fusion.fx.kinds import (
+    attribute,
+    dtype_of,
+    is_float,
+    is_mutating,
+    signature,
+    value_of,
+)
 from mla_fusion.fx.sizes import Binding, is_size, is_symbolic
 
 aten = torch.ops.aten
@@ -140,7 +147,7 @@ class Side:
                     if inner_node.op == "call_function" and not is_size(inner_node):
                         inner_values[inner_node] = computed(inner_node, inner_values)
                 result: Any = map_arg(map_aggregate(results, literal), inner_values.__getitem__)
-                return result[0] if isinstance(node.meta["val"], Tensor) else result
+                return result[0] if isinstance(value_of(node), Tensor) else result
             args, kwargs = map_arg(arguments, env.__getitem__)
             if "c10d" in str(node.target):  # no other process takes part: each holds the same
                 operand: Any = args[0]
@@ -179,7 +186,7 @@ def _in_recorded_dtype(node: Node, result: Any, wide: bool) -> Any:
         result.fill_(math.nan if is_float(result.dtype) else -1)
     if wide or not isinstance(result, Tensor) or not is_float(result.dtype):
         return _on_cpu(result, wide)
-    return result.to(node.meta["val"].dtype)  # torch's default dtype may have changed since
+    return result.to(dtype_of(node))  # torch's default dtype may have changed since
 
 
 def _wide_dtype(dtype: torch.dtype) -> torch.dtype:
