@@ -62,7 +62,7 @@ def root(value: Tensor, exponent: Fraction, point: Point) -> Tensor:
         return power(value, integer_part, point.p)
     radical = hashed(word(point.seed, "root", fraction_part.denominator), value)
     result = power(radical, fraction_part.numerator, point.p)
-    return result * power(value, integer_part, point.p) % point.p if integer_part else result
+    return result * power(value, integer_part, point.p) % point.p
 
 
 def fraction(ratio: Fraction, p: int) -> int:

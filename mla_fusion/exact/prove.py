@@ -66,9 +66,10 @@ def outcomes(
     while binding is not None:
         results, is_refuted = [*at_first], False
         for point in field.POINTS:
-            names = {value: field.word(point.seed, "given", value.serial) for value in activations}
             drawn = {
-                value: field.random(names[value], binding.shape(layout))
+                value: field.random(
+                    field.word(point.seed, "given", value.serial), binding.shape(layout)
+                )
                 for value, layout in activations.items()
             }
             evaluation = Evaluation(binding, layouts, drawn, point)

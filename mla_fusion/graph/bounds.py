@@ -72,9 +72,9 @@ def _product_bounds(*factors: Bounds) -> Bounds:
 @lru_cache(maxsize=1 << 15)
 def least(value: Value) -> float:
     """A number that no element of a Value of real numbers is below, wherever it is defined."""
-    op, literal, sources = value.op, value.literal, value.sources
+    op, sources = value.op, value.sources
     if op == "product":
-        factors = [float(literal[1])]
+        factors = [float(value.number)]
         for source, power in value.operands:
             is_even = power.numerator % 2 == 0 or power.denominator % 2 == 0
             base = max(least(source), 0.0) if is_even else least(source)
@@ -82,7 +82,7 @@ def least(value: Value) -> float:
         return prod(factors) if min(factors) >= 0 else -inf
     if op == "sum":
         terms = [float(times) * least(source) for source, times in value.operands if times > 0]
-        return float(literal[1]) + sum(terms) if len(terms) == len(sources) else -inf
+        return float(value.number) + sum(terms) if len(terms) == len(sources) else -inf
     if op in ("reduce", "reshape", "permute", "expand", "slice", "cast", "join"):
         inner = min(map(least, sources))
         return -inf if op == "reduce" and inner < 0 else inner
@@ -109,20 +109,20 @@ def of(value: Value) -> Bounds | None:
     if value.is_float and op not in ("product", "expand", "cast", "reshape"):
         return None
     if op == "product":
-        if literal[1].roots or literal[1].ratio.denominator != 1:
+        if value.number.roots or value.number.ratio.denominator != 1:
             return None
-        result = _number_bounds(int(literal[1].ratio))
-        for exponent, source in zip(literal[0], sources, strict=True):
+        result = _number_bounds(int(value.number.ratio))
+        for source, exponent in value.operands:
             inner = of(source)
             if inner is None or exponent.denominator != 1 or exponent < 0:
                 return None
             result = _product_bounds(result, *[inner] * int(exponent))
         return result
     if op == "sum":
-        if any(part.denominator != 1 for part in (*literal[0], literal[1])):
+        if any(part.denominator != 1 for part in (*literal[0], value.number)):
             return None
         terms = dict(value.operands)
-        ranges = [_number_bounds(int(literal[1]))]
+        ranges = [_number_bounds(int(value.number))]
         for source, divisor in _remainders(terms):
             ranges.append(
                 _product_bounds(

@@ -462,7 +462,11 @@ class Form:
             elif value.op == "gather":
                 base, index = value.sources
                 bare_value = self.rebuilt(value, [self.bare(base, may_narrow), index])
-            elif may_narrow and _is_outer(value):  # its own rounding is left out, too
+            elif (
+                may_narrow
+                and value.function == "product"
+                and all(source.shape != value.shape for source in value.sources)
+            ):  # of scales of rows and scales of columns; its own rounding is left out, too
                 exponents, times = value.literal[1]
                 sources = [self.bare(source, False) for source in value.sources]
                 bare_value = self.product(zip(sources, exponents, strict=True), times)
@@ -515,11 +519,9 @@ class Form:
         if left.weight and not right.model:
             return self.transposed(self.dot(self.transposed(right), self.transposed(left)))
         if len(right.shape) > 2:
-            repeated = self._unrepeated_matrix(right)
-            if repeated is not None:
+            if repeated := self._unrepeated_matrix(right):
                 return self._dot_with_repeated(left, *repeated)
-            repeated = self._unrepeated_matrix(left)
-            if repeated is not None and right.weight:
+            if right.weight and (repeated := self._unrepeated_matrix(left)):
                 matrix, lead = self.transposed(repeated[0]), repeated[1]
                 return self.transposed(
                     self._dot_with_repeated(self.transposed(right), matrix, lead)
@@ -678,10 +680,8 @@ class Form:
             return value
         shape = with_axis(value.shape, axis, len(places))
         times, value = self.split(value)
-        selected = self._take_inside(value, axis, places, shape)
-        if selected is None:
-            selected = self._make_selection(value, axis, places, shape)
-        return self.scaled(selected, times)
+        inside = self._take_inside(value, axis, places, shape)
+        return self.scaled(inside or self._make_selection(value, axis, places, shape), times)
 
     def _take_inside(
         self, value: Value, axis: int, places: Sequence[int], shape: Shape
@@ -728,7 +728,7 @@ class Form:
             runs = [range(places[start], places[end - 1] + 1) for start, end in ends]
             return self.join([self.take(value, axis, run) for run in runs], axis)
         tensor = Array(torch.tensor(places, dtype=torch.int64))
-        index = self.make("constant", (), tensor, (len(places),), torch.int64, model=True)
+        index = self.make("constant", (), tensor, (len(places),), torch.int64)
         return self.make("gather", (value, index), axis, shape, value.dtype)
 
     def _take_of_join(self, value: Value, axis: int, places: Sequence[int]) -> Value | None:
@@ -1088,19 +1088,8 @@ def _unrepeated_shape(value: Value, shape: Shape) -> Shape | None:
 
 
 def _is_power(value: Value) -> bool:
-    """True for a power of one Value of the same shape, with no number in front."""
-    return (
-        value.op == "product"
-        and len(value.sources) == 1
-        and value.number == ONE
-        and value.sources[0].shape == value.shape
-    )
-
-
-def _is_outer(value: Value) -> bool:
-    """True for a float product of scales of rows and scales of columns, none of them active."""
-    is_product = value.function == "product"
-    return is_product and all(source.shape != value.shape for source in value.sources)
+    """True for a power of one Value, with no number in front."""
+    return value.op == "product" and len(value.sources) == 1 and value.number == ONE
 
 
 def _is_dequantised(value: Value) -> bool:

@@ -66,8 +66,6 @@ class Number:
             return self
         if self is ONE:
             return other
-        if not (self.roots or other.roots):
-            return Number(self.ratio * other.ratio)
         ratio, roots = self.ratio * other.ratio, dict[int, Exponent]()
         for prime, exponent in (*self.roots, *other.roots):
             total = roots.pop(prime, 0) + exponent
@@ -184,7 +182,7 @@ def literal(value: float, dtype: torch.dtype | None = None) -> Number:
     shortest_decimal = Fraction(repr(value))
     seven_digits = Fraction(f"{value:.7g}")
     fraction = Fraction(value).limit_denominator(_DENOMINATOR)
-    for candidate in (shortest_decimal, fraction, seven_digits) if value else (shortest_decimal,):
+    for candidate in (shortest_decimal, fraction, seven_digits):
         is_simple = min(abs(candidate.numerator), candidate.denominator) <= 2 * _DENOMINATOR
         if is_simple and is_rounded_to_literal(float(candidate)):
             return Number(candidate)

@@ -42,7 +42,7 @@ def find_region(
         is_filled = isinstance(reading, Value) and is_input_free(reading)
         if is_filled and node not in graph.changed:
             continue  # its numbers do not depend on what it reads
-        rewrite = rewrites.of(reading) if isinstance(reading, Value) else None
+        rewrite = rewrites.of(reading)
         if rewrite is not None and node not in graph.effects:
             replaced[node] = rewrite
             continue
@@ -59,8 +59,7 @@ def find_region(
         Users that hold moved results do not count, unless they are read outside themselves.
         """
         for user in node.users:
-            reading = None if user.op == "output" else graph.readings[user]
-            has_rewrite = isinstance(reading, Value) and rewrites.of(reading) is not None
+            has_rewrite = rewrites.of(graph.readings[user]) is not None
             is_effect = is_mutating(user) or user in graph.effects  # memory gets its new rows
             if user not in region and (is_effect or not has_rewrite or is_read(user)):
                 return True

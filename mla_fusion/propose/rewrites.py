@@ -7,6 +7,7 @@ Values.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from mla_fusion.exact.prove import Claim
 from mla_fusion.graph.form import MOVES, Form, Value
@@ -46,11 +47,14 @@ class Rewrites:
         else:
             self._rewrites[unscaled] = rewrite
 
-    def of(self, value: Value) -> Value | None:
+    def of(self, value: Any) -> Value | None:
         """Returns what a Value is over the results, or None if that is not known.
 
-        It follows moves, and products with Values that are not made of x.
+        It follows moves, and products with Values that are not made of x. Any other reading of a
+        node than a Value is nothing over the results.
         """
+        if not isinstance(value, Value):
+            return None
         if value not in self._rewrites:
             self._rewrites[value] = self._derive(value)
         return self._rewrites[value]
