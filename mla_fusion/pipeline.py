@@ -162,7 +162,7 @@ def _run_or_report_defect(
             one_pass.commit(gm, builder)
         return report
     except Exception as error:
-        reason = error if isinstance(error, Departure) else _defect(error, report.config)
+        reason = _defect(error, report.config)
         rejections = [Rejection(reason.code, message(reason.code, reason.detail))]
         return Report(report.config, rejected=rejections, committed=report.committed)
     finally:
@@ -212,7 +212,7 @@ class Pass:
                         write.value for write in plan.caches.writes.values()
                     )
             except Exception as error:  # the graph is unchanged: the others go on
-                refusal = error if isinstance(error, Departure) else on_defect(error)
+                refusal = on_defect(error)
                 refusal.site = refusal.site or tuple(proposal.products)  # type: ignore[union-attr]
                 departures.append(refusal)
             self._clock.stop("plan")
@@ -302,11 +302,14 @@ def _in_bodies(graph: Graph) -> Iterator[Departure]:
 
 
 def _defect(error: Exception, config: Config) -> Departure:
-    """Logs an unexpected error with its traceback and returns it as ``pass.failed``.
+    """Returns a departure as it is. Logs any other error with its traceback, and returns it as
+    ``pass.failed``.
 
     A serving job must not stop because of a graph that the pass cannot read. Raises the error under
     ``Config(strict=True)``, and SkipError always.
     """
+    if isinstance(error, Departure):
+        return error
     if config.strict or isinstance(error, SkipError):
         raise error
     log.error("the pass failed on this graph, which stays as it is", exc_info=error)

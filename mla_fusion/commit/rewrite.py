@@ -65,6 +65,8 @@ class Writer:
         self._open = set[Node]()
         # the plans that read a node, other than as a cache
         self._readers: dict[Any, list[Plan]] = {}
+        for node in graph.gm.graph.find_nodes(op="placeholder"):
+            self.b.value(node)
         for plan in plans:
             for node in set(plan.inputs).difference(cache for _, cache, _ in plan.written_caches):
                 self._readers.setdefault(graph.base(node), []).append(plan)
@@ -72,8 +74,6 @@ class Writer:
     def write(self) -> None:
         """Writes all nodes of the new graph."""
         old_graph = self.graph.gm.graph
-        for node in old_graph.find_nodes(op="placeholder"):
-            self.b.value(node)
         late = sorted(self.partition.replaced, reverse=True)
         for node in old_graph.nodes:
             if node.op == "output":

@@ -86,8 +86,6 @@ def _compare_plan(plan: Plan) -> Outcome:
         dict(plan.replaced), sizes, {*old_graph.nodes}.difference(plan.region, sizes)
     )
     writer = Writer(graph, partition, [plan], GraphBuilder(new_module, old_graph))
-    for node in old_graph.find_nodes(op="placeholder"):
-        writer.b.value(node)
     copies = writer.b.copies
     for node in x_roles:  # the values of these are drawn
         if node.op != "placeholder":

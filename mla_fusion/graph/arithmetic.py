@@ -255,8 +255,7 @@ def matrix_product(c: Call, x: Value, other: Value) -> Value:
     x, other = form.bare(x, False), form.bare(other, False)
     leading = broadcast((x.shape[:-2], other.shape[:-2]))
     if not (len(other.shape) == 2 and leading == x.shape[:-2]):
-        x = form.expand(x, (*leading, *x.shape[-2:]))
-        other = form.expand(other, (*leading, *other.shape[-2:]))
+        x, other = (form.expand(value, (*leading, *value.shape[-2:])) for value in (x, other))
     return form.dot(x, other)
 
 

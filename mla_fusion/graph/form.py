@@ -534,10 +534,10 @@ class Form:
 
     def _dot(self, left: Value, right: Value) -> Value:
         """The product of two operands whose leading axes need no regrouping."""
-        numbers = filled_with(left), filled_with(right)
+        left_element, right_element = filled_with(left), filled_with(right)
         shape = *left.shape[:-1], right.shape[-1]
-        if numbers[0] is not None and numbers[1] is not None:
-            term = self.times(numbers[0], numbers[1])
+        if left_element and right_element:
+            term = self.times(left_element, right_element)
             return self.expand(self.times_count(term, left.shape[-1]), shape)
         if right.weight and not left.model:  # no number is taken out of the kernel's x
             return self.make("dot", (left, right), None, shape, REAL)
@@ -787,10 +787,9 @@ class Form:
         filled = filled_with(first)
         if filled is not None and all(filled_with(value) is filled for value in values):
             return self.expand(filled, shape)
-        numbers = {self.split(value)[0] for value in values}
-        if len(numbers) == 1 and numbers != {ONE}:
-            unscaled = [self.split(value)[1] for value in values]
-            return self.scaled(self.join(unscaled, axis), numbers.pop())
+        numbers, unscaled = zip(*map(self.split, values), strict=True)
+        if len({*numbers}) == 1 and numbers[0] != ONE:
+            return self.scaled(self.join(unscaled, axis), numbers[0])
         if all(_is_power(value) and value.literal == first.literal for value in values):
             inner = self.join([value.sources[0] for value in values], axis)
             return self.power(inner, first.literal[0][0])
@@ -805,10 +804,9 @@ class Form:
         """Merges consecutive slices of one Value into one slice."""
         merged: list[Value] = []
         for value in values:
-            previous = merged[-1] if merged else None
             if (
-                previous is not None
-                and previous.op == value.op == "slice"
+                merged
+                and (previous := merged[-1]).op == value.op == "slice"
                 and previous.sources == value.sources
                 and previous.literal[::2] == value.literal[::2] == (axis, 1)
                 and previous.literal[1] + previous.shape[axis] == value.literal[1]

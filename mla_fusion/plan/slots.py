@@ -250,8 +250,8 @@ def _inputs_of_table(value: Value) -> Roles | None:
         if inner.op != "gather" or size <= 1:
             continue
         table, index = inner.sources[0], _strip_views_and_casts(inner.sources[1])
-        offsets = terms.keys() - {block_rows}
-        slots = _offset_source({term: terms[term] for term in offsets}, size, value.number)
+        offsets = {term: times for term, times in terms.items() if term is not block_rows}
+        slots = _offset_source(offsets, size, value.number)
         rows = None if slots is None else _added_to_blocks(index, slots, size)
         if slots is None or rows is None or slots.numel != value.numel:
             continue

@@ -553,7 +553,7 @@ class _NearMisses:
         up  the product of the query's latents
         """
         for layer in layers:
-            if (reason := self._weight_reason(layer)) is not None:
+            if reason := self._weight_reason(layer):
                 return reason
             rows, node = _rows(layer), self._node(layer) if layer.op == "opaque" else None
             bias = None if node is None else argument(node, "bias")
@@ -591,9 +591,9 @@ class _NearMisses:
             if _rows(layer) is not _rows(q_layer) and x_format is not None:
                 text = "%s and %s multiply different quantised forms of x"
                 return Reason("quant.tokens_differ", text, (layer, q_layer))
-            if layer.op == "opaque" and (reason := self._quantisation_reason((layer,))) is not None:
+            if layer.op == "opaque" and (reason := self._quantisation_reason((layer,))):
                 return reason
-            if (reason := self._weight_reason(layer)) is not None:
+            if reason := self._weight_reason(layer):
                 return reason
         cause = self.odd_step_below(other_layers)
         if cause is not None and cause.code:
@@ -666,7 +666,7 @@ class _NearMisses:
                 text = "%s is multiplied by no scale of columns"
                 return Reason("quant.scale", text, (product.dot,))
             for dot in (product.dot, *down.layers):
-                if (reason := self._weight_reason(dot)) is not None:
+                if reason := self._weight_reason(dot):
                     return reason
             # a sign alone may be that of the cosines
             if query_pairs.multiple_of(key_pairs) not in (None, 1, POINT.p - 1):
@@ -674,7 +674,7 @@ class _NearMisses:
                 return Reason("scale.unequal", text, (query, key))
             text = "the tables of %s and %s are not proved equal"
             return Reason("rope.tables_differ", text, (query, key))
-        if not queries and (reason := self._direct_query(down)) is not None:
+        if not queries and (reason := self._direct_query(down)):
             return reason
         cause = None if queries else self._odd_part(up)
         cause = cause or (None if keys else self._odd_part(down, ROPE))
