@@ -6,7 +6,7 @@ cached by operator, sizes, dtypes and literals.
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ _COMPOSED = frozenset(  # decomposed of integers, too; some are second names of 
 _DECOMPOSITIONS: dict[object, GraphModule | None] = {}
 
 
-@lru_cache(maxsize=1)
+@cache
 def _table() -> dict[Any, Any]:
     """Torch's decompositions, by operator."""
     return decompositions()

@@ -17,6 +17,7 @@ from mla_fusion.graph.call import Call, Departs, Size, operator
 from mla_fusion.graph.form import Form, Value, filled_with, strip_reshapes, with_axis
 from mla_fusion.graph.numbers import is_open
 
+_SCALE_CODES = frozenset((torch.uint8, torch.float8_e8m0fnu))
 _VIEWS = """
 view _unsafe_view reshape _reshape_alias unsqueeze squeeze flatten unflatten ravel view_as view_copy
 unsqueeze_copy squeeze_copy _reshape_copy
@@ -24,17 +25,10 @@ unsqueeze_copy squeeze_copy _reshape_copy
 
 
 @operator(*_VIEWS.split())
-def _(c: Call, x: Value, size: Any = None, dtype: Any = None, **_: Any) -> Value:
-    if isinstance(dtype, torch.dtype):
-        return _reinterpret(c, x, dtype)
-    return c.form.reshape(x, c.shape)
-
-
-_SCALE_CODES = frozenset((torch.uint8, torch.float8_e8m0fnu))
-
-
-def _reinterpret(c: Call, x: Value, dtype: torch.dtype) -> Value:
-    """The same bytes as elements of another dtype."""
+def _(c: Call, x: Value, dtype: Any = None, **_: Any) -> Value:
+    """With a dtype, the same bytes as elements of that."""
+    if not isinstance(dtype, torch.dtype):
+        return c.form.reshape(x, c.shape)
     if dtype in _SCALE_CODES and (x.dtype in _SCALE_CODES or quantise.is_block_scale(x)):
         return x  # both dtypes hold the codes of scales
     if dtype.itemsize > 1 or not x.active or x.shape[-1:] == c.shape[-1:]:
@@ -176,9 +170,7 @@ def _(c: Call, **_: Any) -> Value:
 
 
 @operator("arange", "prims::iota")
-def _(
-    c: Call, end: Any = None, start: Any = 0, step: Any = 1, length: Any = None, **_: Any
-) -> Value:
+def _(c: Call, start: Any = 0, step: Any = 1, **_: Any) -> Value:
     inner = Call(c.form, "arange", c.shape, torch.int64)
     first, stride = (
         inner.value(int(number) if isinstance(number, float) and number.is_integer() else number)

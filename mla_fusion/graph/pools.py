@@ -368,7 +368,7 @@ class _Rewrite:
                     self._follow(node)
             self._copy_back(backs)
             strides.follow(self.b, [(new, node) for new, node in self._replaced if new.users])
-        for node in [step for step in steps if step in self._left]:
+        for node in filter(self._left.__contains__, steps):
             for user in node.users:
                 if user not in self._left and not is_size(user):
                     raise LookupError(node)
@@ -414,8 +414,8 @@ class _Rewrite:
 
         def is_held(value: Value, run: Run, start: int) -> bool:
             """Returns True if the elements are all of a Value that a node holds."""
-            count = value.numel
-            return (start, run.stop - run.start) == (0, count) and self._is_held(value)
+            is_all = (start, run.stop - run.start) == (0, value.numel)
+            return is_all and self._is_held(value)
 
         for run, piece, place in _pieces(pool, value, Run(start, stop), start, is_held):
             end = place + run.stop - run.start

@@ -77,14 +77,6 @@ def _are_integers(*limits: float) -> bool:
     return all(abs(limit) == inf or float(limit).is_integer() for limit in limits)
 
 
-def round_to_integers(c: Call, value: Value) -> Value:
-    """The Value rounded to integers. Integer bounds stay; other bounds become a step before it."""
-    inner, _, least, most = _rounding_state(value)
-    if not _are_integers(least, most):
-        return c.function("whole", value, literals=(True, -inf, inf))
-    return c.function("whole", inner, literals=(True, least, most))
-
-
 def clamp_to(c: Call, value: Value, least: float, most: float) -> Value:
     """The Value clamped to bounds.
 
@@ -172,7 +164,7 @@ def read_as(form: Form, rows: Value, format_number: int | None) -> Value:
     )
 
 
-def by_row(form: Form, rows: Value, kind: NumberFormat = INT8) -> tuple[Value, Value]:
+def by_row(form: Form, rows: Value, kind: NumberFormat) -> tuple[Value, Value]:
     """Quantises each row: the rows in bytes, and their steps [.., 1]."""
     row_size, greatest = largest(form, rows), number(MOST[kind])
     values = saturated(form, form.product([(rows, 1), (row_size, -1)], greatest), kind)
@@ -229,9 +221,13 @@ def as_bytes(
 
 @operator("round")
 def _(c: Call, x: Value, decimals: int = 0) -> Value:
+    """Integer bounds of what is rounded stay; other bounds become a step before it."""
     if decimals or not x.active:
         raise Departs
-    return round_to_integers(c, x)
+    inner, _, least, most = _rounding_state(x)
+    if not _are_integers(least, most):
+        return c.function("whole", x, literals=(True, -inf, inf))
+    return c.function("whole", inner, literals=(True, least, most))
 
 
 @operator("clamp", "clamp_min", "clamp_max")

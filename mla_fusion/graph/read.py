@@ -253,8 +253,6 @@ class Graph:
 
     def _is_same(self, reading: Reading, value: Value) -> bool:
         """True if a reading is a Value or a reshape of it."""
-        if reading is value:
-            return True
         return isinstance(reading, Value) and self._origin(reading) == self._origin(value)
 
     def _origin(self, value: Value) -> tuple[Number, Value]:

@@ -31,13 +31,13 @@ from mla_fusion.plan.policy import check_functional
 OPERATOR = V3_FUNCTIONAL.name.removesuffix("_functional")  # the name in messages
 
 
-def check_contract(plan: Plan, config: Config, source: Graph) -> tuple[str, ...]:
+def check_contract(plan: Plan, config: Config) -> tuple[str, ...]:
     """Returns what the call assumes about sizes that the graph leaves open.
 
     Raises Departure ``contract:<code>``, with the specification's own message, if the call is
     refused.
     """
-    fake_call = _FakeCall(source)
+    fake_call = _FakeCall(plan.graph.gm.graph)
     try:
         with torch.no_grad(), fake_call.mode:
             emit_call(fake_call, Lowering(fake_call, plan.graph), plan)

@@ -39,10 +39,11 @@ def is_replaced(graph: Graph, node: Node, rewrites: Rewrites) -> bool:
     """Returns True if the node writes caches unlike its schema; the call writes them instead."""
     if node not in graph.hidden.values():
         return False
-    caches = [
-        value for value in values_of(graph.readings[node]) if strip_reshapes(value).op == "write"
-    ]
-    return all(rewrites.of(value) is not None for value in caches)
+    return all(
+        rewrites.of(value) is not None
+        for value in values_of(graph.readings[node])
+        if strip_reshapes(value).op == "write"
+    )
 
 
 def is_size(node: Node) -> bool:
@@ -100,8 +101,7 @@ def source_nodes(
         if has_rewrite and value.op == "write":
             continue
         candidates = () if has_rewrite else graph.nodes_holding(value)
-        readable = (node for node in candidates if node not in graph.effects)
-        first = next(readable, None)
+        first = next((node for node in candidates if node not in graph.effects), None)
         if first is None:
             stack += value.sources
         else:
@@ -192,11 +192,11 @@ def partition_nodes(
             if isinstance(reading, Value):
                 is_rebuilt = is_input_free(reading) and node.all_input_nodes
                 rewrite = reading if is_rebuilt else rewrites.of(reading)
-                if rewrite is not None and not _has_known_sizes(graph, rewrite):
-                    rewrite = None
                 is_inner = reading in inner_products
-                if rewrite is not None and (
-                    is_inner or not _is_step_after_results(graph, rewrites, node, rewrite)
+                if (
+                    rewrite is not None
+                    and _has_known_sizes(graph, rewrite)
+                    and (is_inner or not _is_step_after_results(graph, rewrites, node, rewrite))
                 ):
                     parts.replaced[node] = rewrite
                     stack += [

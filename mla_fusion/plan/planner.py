@@ -312,9 +312,8 @@ class Planner:
 
         If the contract refuses only the caches, the plan is staged. Raises Departure.
         """
-        source = self.graph.gm.graph
         try:
-            sizes = contract.check_contract(plan, self.config, source)
+            sizes = contract.check_contract(plan, self.config)
         except Departure as reason:
             if not isinstance(plan.caches, InPlace) or self.config.staging == "never":
                 raise
@@ -323,7 +322,7 @@ class Planner:
             try:
                 caches = Staged((Obstacle("cache.refused", message),))
                 plan = self._stage(plan.proposal, claims, caches)
-                sizes = contract.check_contract(plan, self.config, source)
+                sizes = contract.check_contract(plan, self.config)
             except Departure:
                 raise reason from None  # the caches were not the cause
         return plan, sizes

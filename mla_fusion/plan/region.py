@@ -30,14 +30,14 @@ def find_region(
 
     Raises Departure if something outside reads a node of the region that no result replaces.
     """
-    stack, region = [*starts], dict[Node, None]()
+    stack, region = [*starts], set[Node]()
     replaced = dict[Node, Value]()
     producers = dict[Node, Node]()
     while stack:
         node = stack.pop()
         if node in region or is_size(node):
             continue
-        region[node] = None
+        region.add(node)
         reading = graph.readings[node]
         is_filled = isinstance(reading, Value) and is_input_free(reading)
         if is_filled and node not in graph.changed:

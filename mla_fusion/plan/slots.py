@@ -28,6 +28,7 @@ from mla_fusion.graph.read import Graph
 Roles = dict[Value, str]
 Term = tuple[Value, Any]  # a summand and its coefficient
 Spread = tuple[Shape, list[int]]  # a shape, and the axes along which a summand has other numbers
+_COUNTED = ("count", "constant")
 _EXACT = (torch.int32, torch.int64, torch.float32, torch.float64)
 
 
@@ -207,16 +208,15 @@ def _inputs_of_sum(value: Value) -> Roles | None:
         return _inputs_of_table(value)
     if len(terms) == 2:
         (entries, size), (places, step) = sorted(terms.items(), key=lambda term: -term[1])
-        is_counted = [
-            _strip_views_and_casts(operand).op in ("count", "constant")
-            for operand in (entries, places)
-        ]
-        is_single = _strip_views_and_casts(entries).numel == 1
-        blocks = _trusted_inputs(entries, "sequences" if is_counted[1] or is_single else "block")
-        offsets = _trusted_inputs(places, "positions" if is_counted[0] or is_single else "place")
+        rows, counted = map(_strip_views_and_casts, (entries, places))
+        is_single = rows.numel == 1
+        is_of_sequence = counted.op in _COUNTED or is_single
+        is_position = rows.op in _COUNTED or is_single
+        blocks = _trusted_inputs(entries, "sequences" if is_of_sequence else "block")
+        offsets = _trusted_inputs(places, "positions" if is_position else "place")
         is_spread = _covers(terms, value.shape)
         if size > 1 and step == 1 and blocks is not None and offsets is not None and is_spread:
-            counted, limits = _strip_views_and_casts(places), bounds.of(places)
+            limits = bounds.of(places)
             if not offsets and (is_open(counted.numel) or is_open(int(size))):
                 offsets = {counted: str(size)}
             is_inside = bool(offsets) or (limits is not None and limits[1] < size)
@@ -349,7 +349,7 @@ def _spread(summand: Value, shape: Shape) -> Spread:
 
 def _is_counted(value: Value) -> bool:
     """Returns True for distinct numbers from 0 on that no input has."""
-    return value.op in ("count", "constant") and _trusted_inputs(value, "") == {}
+    return value.op in _COUNTED and _trusted_inputs(value, "") == {}
 
 
 def _strip_views_and_casts(value: Value) -> Value:

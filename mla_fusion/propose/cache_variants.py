@@ -17,15 +17,12 @@ from mla_fusion.fx.walk import reached
 from mla_fusion.graph import quantise
 from mla_fusion.graph.form import MOVES, Value, filled_with, nearest, order, strip, strip_reshapes
 from mla_fusion.graph.numbers import ONE
-from mla_fusion.meta.number_formats import FORMATS
 from mla_fusion.meta.spec import TILE_SIZE
 from mla_fusion.propose.prologue import Proposal
-from mla_fusion.propose.quantised import scale_row
+from mla_fusion.propose.quantised import FORMATS_BY_NAME, scale_row
 from mla_fusion.propose.rewrites import Rewrites, claims_over
 from mla_fusion.propose.sites import Projections
 from mla_fusion.targets.prolog import format_of, row_format
-
-_FORMAT_NAMES = {kind.name for kind in FORMATS}
 
 
 def cache_variants(projections: Projections, base: Proposal) -> Iterator[Proposal]:
@@ -140,7 +137,7 @@ class _Variants:
         part  the result whose rows are in the cache
         """
         inner = strip_reshapes(rows)
-        if inner.function not in _FORMAT_NAMES:
+        if inner.function not in FORMATS_BY_NAME:
             return None
         for claim in self._claims(part):
             if claim.graph.numel != inner.numel:

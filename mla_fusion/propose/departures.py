@@ -37,7 +37,6 @@ _MOVES = ("reshape", "permute", "expand", "slice")
 _QUANTISING = BYTES | {"size", "largest", "mxfp8", "power of two", "byte", "as"}
 _ROUNDING = _QUANTISING | {"whole", "to whole", "to"}
 _BRANCHES = ("cond", "while_loop", "scan", "map_impl")  # operators that run other graphs
-_CHANGING = "%s multiplies by %s, which is no weight that is equal for all calls"
 _CODES_OF_ANY_PART = ("step.random", "linear.bias", "linear.hidden", "tokens.cut", "graph.branch")
 # smooth functions; any other function of one value is a choice
 _SMOOTH = frozenset(
@@ -78,7 +77,7 @@ def departures_to_report(
     fused       the products of plans; no departure is reported for them
     """
     reported_products, reported = set(fused), list[Departure]()
-    near_misses = list(_NearMisses(projections).near_misses(departures, reported_products))
+    near_misses = _NearMisses(projections).near_misses(departures, reported_products)
     for near_miss in sorted(near_misses, key=lambda near_miss: -near_miss.score):
         is_repeated = any(
             (near_miss.code, near_miss.values) == (earlier.code, earlier.values)
@@ -104,6 +103,12 @@ def _has_changing_weight(layer: Value) -> bool:
     right = layer.sources[-1]
     is_changing = layer.op == "dot" and not (right.model or right.active)
     return is_changing and any(source.weight for source in right.sources)
+
+
+def _changing_weight_reason(product: Value) -> Reason:
+    """Returns the reason for a product with what changes with the call."""
+    text = "%s multiplies by %s, which is no weight that is equal for all calls"
+    return Reason("linear.hidden", text, (product, product.sources[1]))
 
 
 def _weights_only_reason(layer: Value) -> Reason | None:
@@ -531,7 +536,7 @@ class _NearMisses:
     def _weight_reason(self, layer: Value) -> Reason | None:
         """Returns the reason if a weight changes with the call, or is scaled behind its product."""
         if _has_changing_weight(layer):
-            return Reason("linear.hidden", _CHANGING, (layer, layer.sources[1]))
+            return _changing_weight_reason(layer)
         if layer.op != "dot" or operand_format(_rows(layer)) is not None:
             return None
         for step in self.steps_below([layer]):
@@ -622,7 +627,7 @@ class _NearMisses:
         for step in self.steps_below(up.layers):
             is_argument = step.op == "dot" and strip(step.sources[1], *MOVES).op == "leaf"
             if is_argument and step.shape[-1] == LATENT and not step.sources[1].model:
-                return Reason("linear.hidden", _CHANGING, (step, step.sources[1]))
+                return _changing_weight_reason(step)
         direct_query = None if rotated_pairs(up) else self._direct_query(down)
         if reason := direct_query or self._odd_part(up):
             return reason
@@ -741,9 +746,7 @@ class _NearMisses:
             return
         layers = self.layers.get(self._origin(_rows(up)), [])
         if product is not None:
-            reason: Reason | None = Reason(
-                "linear.hidden", _CHANGING, (product, product.sources[1])
-            )
+            reason: Reason | None = _changing_weight_reason(product)
         elif self._is_cached(layers) and has_root(self.steps_below(layers)):
             text = "%s, which %s multiplies head by head, projects %s"
             reason = Reason("q_lora.absent", text, (up, head, _rows(up)))
@@ -825,8 +828,7 @@ def _is_quantised(value: Value) -> bool:
 
 def _is_rounding(value: Value) -> bool:
     """Returns True if the Value is of one byte, or is rounded."""
-    is_rounding = value.dtype.itemsize == 1 or value.function in _ROUNDING
-    return is_rounding or _is_quantised(value)
+    return value.dtype.itemsize == 1 or value.function in _ROUNDING or _is_quantised(value)
 
 
 def _has_rotation(site: Site) -> bool:

@@ -22,7 +22,7 @@ from mla_fusion.graph.fused import rms_norm
 from mla_fusion.graph.layout import token_layout
 from mla_fusion.graph.numbers import Number
 from mla_fusion.graph.read import values_of
-from mla_fusion.propose.sites import Site, to_rows
+from mla_fusion.propose.sites import Site
 
 _SQUARE = Fraction(9, 4)  # the one epsilon that cannot be probed: rows would be 0
 
@@ -76,7 +76,7 @@ def read_norm(site: Site, value: Value, what: str) -> Norm:
     form, reading = site.projections.form, site.reading_of(value)
     if reading is None or reading.kind != "normed":
         raise Departure("norm.absent", f"{what} are not normed", [value])
-    rows = to_rows(form, value, site.layouts[value], site.tokens)
+    rows = site.to_rows(value, site.layouts[value])
     shape, size, has_gamma = (site.tokens, site.columns), len(reading.columns), False
     leaf = form.activation(f"site {site.rows.serial}", shape)  # stands for the products
     # by the numbers by which nodes hold them

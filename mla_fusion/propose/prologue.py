@@ -39,7 +39,7 @@ from mla_fusion.propose.rotations import (
     read_tables,
     rotated_pairs,
 )
-from mla_fusion.propose.sites import POINT, Projections, Site, from_rows, to_rows
+from mla_fusion.propose.sites import POINT, Projections, Site, from_rows
 from mla_fusion.targets import prolog
 
 LATENT = 512  # the width of latents that the operator has
@@ -515,7 +515,7 @@ class _Joiner:
         if bool((ones == 1).all()):
             return None
         form = self.form
-        rows = to_rows(form, value, site.layouts[value], site.tokens)
+        rows = site.to_rows(value, site.layouts[value])
         factor = form.slice(fill_products(site, rows, form.number(1)), 1, 0, 1)
         return filled_with(factor) or factor
 

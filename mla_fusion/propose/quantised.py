@@ -13,7 +13,7 @@ from mla_fusion.graph.form import BYTES, Factor, Form, Value, filled_with, strip
 from mla_fusion.graph.numbers import ONE, Number
 from mla_fusion.meta.number_formats import BLOCK, FORMATS, MXFP8, NumberFormat
 
-_FORMATS = {kind.name: kind for kind in FORMATS}
+FORMATS_BY_NAME = {kind.name: kind for kind in FORMATS}
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ def operand_format(rows: Value) -> NumberFormat | None:
         return MXFP8 if any(map(_is_mxfp8, inner.sources)) else None
     # what is active has the dtype of an operator's result alone
     if inner.op == "function" or (rows.active and inner.op != "opaque"):
-        return _FORMATS.get(inner.function)
+        return FORMATS_BY_NAME.get(inner.function)
     kinds = (kind for kind in FORMATS if kind.element == rows.dtype and not kind.in_blocks)
     return next(kinds, None)
 

@@ -19,7 +19,7 @@ from mla_fusion.exact.evaluate import Evaluation
 from mla_fusion.graph.departure import Departure
 from mla_fusion.graph.form import Value
 from mla_fusion.propose.norms import fill_products
-from mla_fusion.propose.sites import POINT, ColumnReading, Site, to_rows
+from mla_fusion.propose.sites import POINT, ColumnReading, Site
 from mla_fusion.propose.tables import assemble_table, table_candidates
 
 ROPE = 64  # the width of a rotated part that the operator has
@@ -159,7 +159,7 @@ def read_tables(site: Site, value: Value, pairs: Pairs) -> tuple[Value, Value]:
     own tables replace them if the numbers are the same.
     """
     form, reading = site.projections.form, site.readings[value]
-    rows = to_rows(form, value, site.layouts[value], site.tokens)
+    rows = site.to_rows(value, site.layouts[value])
 
     def made_of(columns: Tensor, elements: Tensor) -> Value:
         """Returns what the graph makes of ones in these columns, as columns of a table."""

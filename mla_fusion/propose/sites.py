@@ -271,6 +271,17 @@ class Site:
         # a product with cached rows is attention
         return value.op != "dot" or not any(source.active for source in others)
 
+    def to_rows(self, value: Value, layout: Layout) -> Value:
+        """Returns a Value as rows [tokens, other elements]. Raises Mixed if it does not have all
+        tokens.
+        """
+        form, digits = self.projections.form, [digit for axis in layout for digit in axis]
+        if token_count(digits) != self.tokens:
+            raise Mixed(value)
+        by_digits = form.reshape(value, [size for _, size in digits])
+        rows = form.permute(by_digits, token_order(digits))
+        return form.reshape(rows, (self.tokens, value.numel // max(self.tokens, 1)))
+
     @cached_property
     def writes(self) -> list[Value]:
         """Returns the writes of Values in the cone, in order."""
@@ -426,20 +437,8 @@ def _read_pairs_of_columns(moments: Tensor, columns: int) -> ColumnReading | Non
     return ColumnReading("turned", low[0] - 1, high[0] - 1, (low_factor, high_factor))
 
 
-def to_rows(form: Form, value: Value, layout: Layout, tokens: int) -> Value:
-    """Returns the Value as rows [tokens, other elements]. Raises Mixed if it does not have all
-    tokens.
-    """
-    digits = [digit for axis in layout for digit in axis]
-    if token_count(digits) != tokens:
-        raise Mixed(value)
-    by_digits = form.reshape(value, [size for _, size in digits])
-    rows = form.permute(by_digits, token_order(digits))
-    return form.reshape(rows, (tokens, value.numel // max(tokens, 1)))
-
-
 def from_rows(form: Form, rows: Value, value: Value, layout: Layout) -> Value:
-    """Returns a Value with the shape of ``value`` from its rows: the inverse of ``to_rows``."""
+    """Returns a Value with the shape of ``value`` from rows, as ``Site.to_rows`` makes them."""
     digits = [digit for axis in layout for digit in axis]
     order_of_rows = token_order(digits)
     by_digits = form.reshape(rows, [digits[k][1] for k in order_of_rows])

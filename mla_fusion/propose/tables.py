@@ -23,7 +23,7 @@ from mla_fusion.graph.layout import (
     is_token_free,
     source_layout,
 )
-from mla_fusion.propose.sites import Site, to_rows
+from mla_fusion.propose.sites import Site
 
 _MOST_MOVES = 12  # most moves on the way up from an operand
 
@@ -36,7 +36,7 @@ def table_candidates(site: Site, evaluation: Evaluation) -> list[tuple[Value, Te
             continue
         with suppress(Mixed, Undecided, RuntimeError):
             numbers = evaluation.dense(evaluation.beside(value, layout))
-            rows = to_rows(site.projections.form, value, layout, site.tokens)
+            rows = site.to_rows(value, layout)
             candidates.setdefault(rows, evaluation.binding.rows(numbers, layout))
     return list(candidates.items())
 
