@@ -145,9 +145,7 @@ class Writer:
             elif source not in self.b.copies:
                 self.b.value(source)
         copy = copied(
-            node,
-            self.b.gm.graph,
-            lambda source: self.values.get(source) or self.b.copies[source],
+            node, self.b.gm.graph, lambda source: self.values.get(source) or self.b.copies[source]
         )
         self.b.copies[node] = copy
         return copy

@@ -25,14 +25,7 @@ from mla_fusion.exact import field
 from mla_fusion.exact.field import Point
 from mla_fusion.exact.weights import Weight
 from mla_fusion.graph.form import MOVES, Value, is_widening, order
-from mla_fusion.graph.layout import (
-    Binding,
-    Layout,
-    Mixed,
-    has_tokens,
-    layout_of,
-    source_layout,
-)
+from mla_fusion.graph.layout import Binding, Layout, Mixed, has_tokens, layout_of, source_layout
 
 _MANY = 1 << 22  # most elements of one Value
 _MOST = 1 << 25  # of one that is computed, as a table of positions is; a symbolic size is a prime
@@ -163,8 +156,7 @@ class Evaluation:
             return elements.expand(shape)
         if op == "slice":
             axis, start, step = literal
-            places = torch.arange(value.shape[axis]) * step + start
-            return elements.index_select(axis, places)
+            return elements.index_select(axis, torch.arange(value.shape[axis]) * step + start)
         assert op == "reduce", op
         return self.dense(elements).sum(literal) % self.p
 

@@ -99,8 +99,7 @@ def elements_of(tensor: Tensor, point: Point) -> Tensor:
 @lru_cache(maxsize=1 << 14)
 def word(*key: object) -> int:
     """A hash of 47 bits of names and literals."""
-    text = repr(key).encode()
-    return int.from_bytes(blake2b(text, digest_size=6).digest(), "big") >> 1
+    return int.from_bytes(blake2b(repr(key).encode(), digest_size=6).digest(), "big") >> 1
 
 
 def mix_bits(value: Tensor) -> Tensor:

@@ -303,8 +303,7 @@ def _(
         form.permute(value, order) if order else value
         for value, order in ((x, perm_x1), (weight, perm_x2))
     )
-    product = matrix_product(c, left, right)
-    return form.permute(product, perm_y or (1, 0, 2))
+    return form.permute(matrix_product(c, left, right), perm_y or (1, 0, 2))
 
 
 # -- complex numbers

@@ -102,5 +102,4 @@ def _trace(
     except (TypeError, ValueError, RuntimeError, NotImplementedError, LookupError):
         return None
     targets = [node.target for node in module.graph.nodes if isinstance(node.target, OpOverload)]
-    is_read = target not in targets and all(map(is_known, targets))
-    return module if is_read else None
+    return module if target not in targets and all(map(is_known, targets)) else None

@@ -528,8 +528,7 @@ class Form:
                 )
         if len(right.shape) == 2:
             rows = self.reshape(left, (prod(left.shape[:-1]), left.shape[-1]))
-            product = self._dot(rows, right)
-            return self.reshape(product, (*left.shape[:-1], right.shape[-1]))
+            return self.reshape(self._dot(rows, right), (*left.shape[:-1], right.shape[-1]))
         return self._dot(left, right)
 
     def _dot(self, left: Value, right: Value) -> Value:
@@ -782,8 +781,7 @@ class Form:
         first = values[0]
         if len(values) == 1:
             return first
-        size = sum(value.shape[axis] for value in values)
-        shape = with_axis(first.shape, axis, size)
+        shape = with_axis(first.shape, axis, sum(value.shape[axis] for value in values))
         filled = filled_with(first)
         if filled is not None and all(filled_with(value) is filled for value in values):
             return self.expand(filled, shape)
@@ -830,8 +828,7 @@ class Form:
             place = int(filled.number.ratio)
             return self.reshape(self.slice(base, axis, place, place + 1), shape)
         times, base = self.split(base)
-        rows = self.make("gather", (base, index), axis, shape, base.dtype)
-        return self.scaled(rows, times)
+        return self.scaled(self.make("gather", (base, index), axis, shape, base.dtype), times)
 
     def write(self, base: Value, index: Value, rows: Value, mode: str | None = None) -> Value:
         """``base`` [n, width] with ``rows`` [t, width] written at the row numbers ``index`` [t].
@@ -863,8 +860,7 @@ class Form:
             return self.expand(self.product(factors, literal[1], dtype), shape)
         if op == "function":
             name, literals = literal
-            result = self.function(name, *sources, literals=literals, dtype=dtype)
-            return self.expand(result, shape)
+            return self.expand(self.function(name, *sources, literals=literals, dtype=dtype), shape)
         if op == "dot":
             return self.dot(*sources)
         if op in ("reshape", "expand"):

@@ -44,10 +44,7 @@ class Lowering:
     """
 
     def __init__(
-        self,
-        builder: Builder,
-        graph: Graph,
-        usable: Callable[[Node], bool] = lambda node: True,
+        self, builder: Builder, graph: Graph, usable: Callable[[Node], bool] = lambda node: True
     ) -> None:
         self.b, self.graph, self.form = builder, graph, graph.form
         self.usable = usable

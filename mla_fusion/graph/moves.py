@@ -320,8 +320,7 @@ def take_indexed(c: Call, x: Value, indices: Sequence[Value | None]) -> Value:
         if not c.is_not_negative(row_numbers(c, index, x.shape[axis])):  # type: ignore[arg-type]
             raise Departs
     last = first + size
-    rows = prod(x.shape[first:last])
-    base = c.form.reshape(x, (*x.shape[:first], rows, *x.shape[last:]))
+    base = c.form.reshape(x, (*x.shape[:first], prod(x.shape[first:last]), *x.shape[last:]))
     return c.form.gather(base, first, flat)
 
 
@@ -358,9 +357,7 @@ def write_rows(c: Call, base: Value, axis: int, count: int, index: Value, rows: 
     form = c.form
     leading, trailing = base.shape[:axis], base.shape[axis + count :]
     size, width = prod(base.shape[axis : axis + count]), prod(trailing)
-    rows = c.value(rows)
-    shape = (*leading, *index.shape, *trailing)
-    rows = form.expand(rows, shape)
+    rows = form.expand(c.value(rows), (*leading, *index.shape, *trailing))
     rows = rows if rows.active else form.cast(rows, base.dtype)
     total, entries = index.numel, prod(leading)
     flat = form.reshape(index, (total,))
@@ -439,13 +436,7 @@ def _(c: Call, x: Value, indices: Value, updates: Value, axis: int) -> Value:
 
 @operator("slice_scatter")
 def _(
-    c: Call,
-    x: Value,
-    src: Value,
-    dim: int = 0,
-    start: Any = None,
-    end: Any = None,
-    step: int = 1,
+    c: Call, x: Value, src: Value, dim: int = 0, start: Any = None, end: Any = None, step: int = 1
 ) -> Value:
     dim %= len(x.shape)
     first = start or 0
@@ -510,8 +501,7 @@ def _write_slice(c: Call, x: Value, src: Value, dim: int, first: int, step: int 
     if is_first and (written := _write_entries(form, x, src)) is not None:
         return written
     if count == 1 and src.op == "join" and src.literal == dim + 1 < len(x.shape) - 1:
-        block = form.slice(x, dim, first, first + 1)
-        parts = _changed_parts(form, block, src, dim + 1, 0)
+        parts = _changed_parts(form, form.slice(x, dim, first, first + 1), src, dim + 1, 0)
         if len(parts) == 1:  # rows of one block are rows of all blocks
             ((part, offset),) = parts
             part_count, first = part.shape[dim + 1], first * x.shape[dim + 1] + offset

@@ -295,8 +295,7 @@ def _pieces(
         for place, source in _placed(value, run.start - start):
             inner = Run(max(run.start, place.start), min(run.stop, place.stop))
             if inner.start < inner.stop:
-                inner_start = inner.start - place.start
-                yield from _pieces(pool, source, inner, inner_start, is_piece)
+                yield from _pieces(pool, source, inner, inner.start - place.start, is_piece)
     else:
         yield run, value, start
 

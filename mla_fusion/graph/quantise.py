@@ -504,8 +504,7 @@ def _(
             return form.reshape(product, c.shape)
         factors: list[tuple[Value, int]] = [(product, 1), (form.bare(scale), 1)]
         if pertoken_scale is not None:
-            step = form.reshape(pertoken_scale, (rows.shape[0], 1))
-            factors.append((form.bare(step), 1))
+            factors.append((form.bare(form.reshape(pertoken_scale, (rows.shape[0], 1))), 1))
         product = form.product(factors)
     product = form.reshape(product, c.shape)
     return saturated(form, product) if c.dtype == torch.int8 else product

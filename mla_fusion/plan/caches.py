@@ -168,8 +168,7 @@ def _pair_obstacles(graph: Graph, kv: Write, kr: Write) -> Iterator[Obstacle]:
         *pairs, _ = zip(*shapes, strict=True)
         if not all(guard(size == other) for size, other in pairs):
             yield Obstacle(
-                "cache.blocks_differ",
-                f"{names} are {' and '.join(map(str, shapes))} to the kernel",
+                "cache.blocks_differ", f"{names} are {' and '.join(map(str, shapes))} to the kernel"
             )
     if kv.cache is kr.cache:
         yield Obstacle("cache.joined_row", f"both writes go to {kv.cache.name}")

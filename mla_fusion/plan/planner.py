@@ -190,8 +190,7 @@ class Planner:
         form, tokens, activations = self.graph.form, proposal.x.shape[0], proposal.activations
         definitions = proposal.definitions(form)
         try:
-            claims = claims_over(form, proposal.claims, definitions)
-            compared = prove(activations, tokens, claims)
+            compared = prove(activations, tokens, claims_over(form, proposal.claims, definitions))
         except Departure as departure:
             return departure
         optional_claims = claims_over(form, proposal.optional_claims, definitions)
@@ -262,8 +261,7 @@ class Planner:
             claims = self._read_back(proposal, caches, claims)
         rewrites = Rewrites(graph.form, claims)
         starts = [node for value in proposal.products for node in holders(graph, value)]
-        writers = (_writer(graph, write) for write in caches.writes.values())
-        starts += filter(None, writers)
+        starts += filter(None, (_writer(graph, write) for write in caches.writes.values()))
         try:
             region, replaced = find_region(graph, rewrites, starts)
         except Departure as reason:  # a fused cache operator needs more than the rows

@@ -241,8 +241,7 @@ class _NearMisses:
 
     def _heads_of(self, up: Site) -> list[Value]:
         """Returns the products head by head of what a site's products make."""
-        ups = {*up.layers}
-        return [head for head, layers, _ in self.heads if not ups.isdisjoint(layers)]
+        return [head for head, layers, _ in self.heads if not {*up.layers}.isdisjoint(layers)]
 
     @cached_property
     def latents(self) -> dict[Site, tuple[list[Value], list[Value]]]:
@@ -504,8 +503,7 @@ class _NearMisses:
         if fault is not up.rows and (fault in down.roots or not is_wide):
             return self._key_reason(departure, down, up, layers)
         reason = self._quantisation_reason((*layers, layer), layer)
-        norm = _find_norm(down, steps, up.rows)
-        return reason or self._path_reason(layers, steps, layer, norm)
+        return reason or self._path_reason(layers, steps, layer, _find_norm(down, steps, up.rows))
 
     def _path_reason(
         self, layers: Sequence[Value], steps: Sequence[Value], layer: Value, norm: Value | None

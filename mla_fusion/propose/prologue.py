@@ -365,8 +365,7 @@ class _Joiner:
             raise Departure("quant.mixed", detail, [down.roots[0], up.roots[0]])
         if kind is not None:
             self._add_quantisation(kind, arguments, nope_rope, query_norm, cache_columns)
-        defined = prolog.prolog(form, arguments)
-        results = prolog.leaves(form, defined, _result_name(down, up))
+        results = prolog.leaves(form, prolog.prolog(form, arguments), _result_name(down, up))
         # the kernel returns bytes if they are quantised
         latents = query_norm.value if kind is None else form.reshape(up.base, up.rows.shape)
         claims = list(self._claims(results, absorbed, query, key, latents, key_norm))
@@ -492,8 +491,7 @@ class _Joiner:
             has_node = value in self.projections.graph.nodes
             if has_node and sorted(reading.columns.tolist()) == nope:
                 nope_columns = torch.tensor(nope, dtype=torch.int64).reshape(heads, width)
-                factor = self._factor(self.up, value)
-                yield _Absorbed(value, weight, nope_columns, factor)
+                yield _Absorbed(value, weight, nope_columns, self._factor(self.up, value))
                 return
 
     def _unrotated_heads(self) -> set[int]:

@@ -154,8 +154,7 @@ def operand_bytes(form: Form, rows: Value) -> Value:
     if blocks is not None:
         return blocks[0]
     inner = strip_views(rows)
-    is_named = inner.function == "of format"
-    return inner.sources[0] if is_named else rows
+    return inner.sources[0] if inner.function == "of format" else rows
 
 
 def read_projection(

@@ -54,8 +54,7 @@ class Pairs:
         """Returns the columns of the site as the kernel takes them [heads, ROPE]: even beside
         odd.
         """
-        both = torch.stack((self.even, self.odd), -1)
-        return both.reshape(self.heads, ROPE)
+        return torch.stack((self.even, self.odd), -1).reshape(self.heads, ROPE)
 
     @property
     def column_set(self) -> set[int]:

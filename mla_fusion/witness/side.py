@@ -16,14 +16,7 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_aggregate, map_arg
 
 from mla_fusion.fx import registered
-from mla_fusion.fx.kinds import (
-    attribute,
-    dtype_of,
-    is_float,
-    is_mutating,
-    signature,
-    value_of,
-)
+from mla_fusion.fx.kinds import attribute, dtype_of, is_float, is_mutating, signature, value_of
 from mla_fusion.fx.sizes import Binding, is_size, is_symbolic
 
 aten = torch.ops.aten
