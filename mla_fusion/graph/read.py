@@ -343,10 +343,7 @@ class Graph:
 
     def shape(self, sizes: Sequence[Any]) -> tuple[int, ...]:
         """The sizes as bound numbers."""
-        if has_symbols(sizes):
-            return tuple(int(self.size(size)) for size in sizes)
-        self._literals.update(sizes)
-        return tuple(sizes)
+        return tuple(int(self.size(size)) for size in sizes)
 
     # -- nodes
 

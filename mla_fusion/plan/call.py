@@ -53,7 +53,7 @@ def emit_call(builder: Builder, lower: Lowering, plan: Plan) -> dict[Value, Any]
         builder.check_slots(plan)
         options["cache_index"] = builder.cast(lower.of(plan.caches.slots), torch.int64)
     else:
-        widths = arguments["weight_uk"].shape[2], arguments["rope_cos"].shape[1]
+        widths = plan.dims["Hckv"], plan.dims["Dr"]
         caches = [row_buffer(builder, x, plan.tokens, width) for width in widths]
     for name in COLUMN_SCALES:
         if name in arguments:
@@ -71,12 +71,11 @@ def emit_call(builder: Builder, lower: Lowering, plan: Plan) -> dict[Value, Any]
     call_result = builder.call_again(
         plan.structure, operation, x, *weights, *gammas, sin, cos, *caches, **options
     )
-    results: dict[Value, Any] = {}
-    for name, value in plan.results.items():
-        if name in plan.read_results or name in ("query", "query_rope") or "cache" in name:
-            place = _PLACES[name.replace("_rows", "_cache")]
-            results[value] = builder.call(operator.getitem, call_result, place)
-    return results
+    return {
+        value: builder.call(operator.getitem, call_result, _PLACES[name.replace("_rows", "_cache")])
+        for name, value in plan.results.items()
+        if name in plan.read_results or name in ("query", "query_rope") or "cache" in name
+    }
 
 
 def _cache_scales(lower: Lowering, plan: Plan) -> dict[str, Any]:
@@ -117,8 +116,7 @@ def _packed_operand(builder: Builder, graph_lower: Lowering, plan: Plan, name: s
 
 def _packed_identity(builder: Builder, plan: Plan) -> Any:
     """Returns [I | 0] for every head, packed once for all layers."""
-    heads, nope, latent = map(int, plan.proposal.arguments["weight_uk"].shape)
-    shape = heads, nope, latent
+    shape = plan.proposal.arguments["weight_uk"].shape
     device = plan.products[0].meta["val"].device
 
     def recipe(builder: Builder) -> Any:

@@ -47,7 +47,7 @@ def check_contract(plan: Plan, config: Config) -> tuple[str, ...]:
     try:
         operator = V3_FUNCTIONAL.name, machine.soc, machine.cann
         open_sizes = bound(*operator, "graph", False, fake_call.operands).undecided
-        assumptions = [assumption for size in open_sizes if (assumption := _size_assumption(size))]
+        assumptions = tuple(filter(None, map(_size_assumption, open_sizes)))
     except ContractError as error:
         detail = f"{error.argument}: expected {error.expected}, found {error.found}"
         if error.argument == "cache_mode" and isinstance(plan.caches, Staged):
@@ -61,7 +61,7 @@ def check_contract(plan: Plan, config: Config) -> tuple[str, ...]:
             "query_norm, which is read here"
         )
         raise Departure("contract:query_norm_flag", detail, [plan.proposal.x])
-    return tuple(assumptions)
+    return assumptions
 
 
 def lowering_departure(plan: Plan, error: LookupError) -> Departure:

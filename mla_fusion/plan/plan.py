@@ -104,15 +104,15 @@ class Plan:
         arguments = self.proposal.arguments
         heads, nope, latent = arguments["weight_uk"].shape
         model_heads = self.proposal.model_heads
-        padded = {"N_padded": int(heads)} if model_heads else {}
+        padded = {"N_padded": heads} if model_heads else {}
         return {
             "T": str(self.tokens),
-            "He": int(arguments["token_x"].shape[1]),
-            "Hcq": int(arguments["weight_dq"].shape[1]),
-            "Hckv": int(latent),
-            "N": model_heads or int(heads),
-            "D": int(nope),
-            "Dr": int(arguments["rope_cos"].shape[1]),
+            "He": arguments["token_x"].shape[1],
+            "Hcq": arguments["weight_dq"].shape[1],
+            "Hckv": latent,
+            "N": model_heads or heads,
+            "D": nope,
+            "Dr": arguments["rope_cos"].shape[1],
             **padded,
         }
 

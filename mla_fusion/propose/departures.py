@@ -67,6 +67,13 @@ class Reason(NamedTuple):
         """Returns the Value at fault."""
         return self.values[0] if self.fault is None else self.fault
 
+    def because(self, cause: Reason | None) -> Reason:
+        """Returns the reason with another behind it, whose step is at fault."""
+        if cause is None:
+            return self
+        values = *self.values, *cause.values
+        return Reason(self.code, f"{self.text}; {cause.text}", values, cause.step)
+
 
 def departures_to_report(
     projections: Projections, departures: Sequence[Departure], fused: Iterable[Value]
@@ -453,7 +460,7 @@ class _NearMisses:
             "reader.latent": self._reader_reason,
         }
         find_reason = finders.get(departure.code)
-        reason = None if find_reason is None else find_reason(departure, *pair)
+        reason = find_reason and find_reason(departure, *pair)
         if reason is None:
             return self._with_names(departure)
         return self._departure(reason, departure.code, departure.site, departure.score)
@@ -527,9 +534,7 @@ class _NearMisses:
             code, text, values = "norm.absent", "%s projects %s, which is not normed", values[:2]
         else:
             code, text = "norm.absent", "%s projects %s, which is no RMSNorm of %s"
-        if cause is None:
-            return Reason(code, text, values, rows)
-        return Reason(code, f"{text}; {cause.text}", (*values, *cause.values), cause.step)
+        return Reason(code, text, values, rows).because(cause)
 
     def _weight_reason(self, layer: Value) -> Reason | None:
         """Returns the reason if a weight changes with the call, or is scaled behind its product."""
@@ -612,10 +617,7 @@ class _NearMisses:
             text = "%s projects %s, and %s projects %s"
             return Reason("kv_latent.absent", text, (layer, rows, q_layer, down.rows))
         text = "%s projects %s; no RMSNorm of its columns is recognised"
-        if cause is None:
-            return Reason("kv_latent.absent", text, (layer, down.rows))
-        values = layer, down.rows, *cause.values
-        return Reason("kv_latent.absent", f"{text}; {cause.text}", values, cause.step)
+        return Reason("kv_latent.absent", text, (layer, down.rows)).because(cause)
 
     def _absorb_reason(self, departure: Departure, down: Site, up: Site) -> Reason | None:
         """Returns why no part of the query is multiplied by W_uk, or None."""
@@ -695,11 +697,8 @@ class _NearMisses:
         text = f"no {ROPE} columns of %s or %s are rotated, or left as they are"
         # a step may read products of both sites
         cause = self.odd_step_below([*up.layers, *down.layers])
-        if cause is not None and cause.code == "step.unknown":
-            return Reason(
-                "", f"{text}; {cause.text}", (up.roots[0], root, *cause.values), cause.step
-            )
-        return Reason("", text, (up.roots[0], root))
+        is_unknown = cause is not None and cause.code == "step.unknown"
+        return Reason("", text, (up.roots[0], root)).because(cause if is_unknown else None)
 
     def _proof_reason(self, departure: Departure, down: Site, up: Site) -> Reason | None:
         """Returns why a proof differs, or None."""

@@ -92,9 +92,7 @@ def has_fixed_step(rows: Value) -> bool:
     inner = strip_views(rows)
     if inner.op == "opaque":
         return "npu_quantize" in inner.literal[0]
-    if inner.function not in BYTES:
-        return False
-    return all(
+    return inner.function in BYTES and all(
         factor.op not in ("function", "opaque")
         for factor in inner.sources[0].sources
         if factor.active
@@ -179,10 +177,8 @@ def read_projection(
         weight_blocks, row_blocks = split_blocks(form, weight), split_blocks(form, rows)
         if weight_blocks is None:
             return Projection(dot, dot, weight)
-        row_scale = row_blocks[1] if row_blocks is not None else None
-        return Projection(
-            dot, dot, weight_blocks[0], blocks=(row_scale, weight_blocks[1]), kind=kind
-        )
+        blocks = row_blocks and row_blocks[1], weight_blocks[1]
+        return Projection(dot, dot, weight_blocks[0], blocks=blocks, kind=kind)
     root, factors, number = dot, list[Factor](), ONE
     while True:
         reader_and_factors = _next_root(form, root, users.get(root, ()), dot.shape)
