@@ -783,9 +783,9 @@ class Graph:
         if not isinstance(meta_value, torch.Tensor) or has_symbols(meta_value.shape):
             return None
         schema, is_large = signature(target), prod(meta_value.shape) > _MOST_FOLDED
-        # "empty" has no numbers; a number for each repetition would hide that these are equal
-        is_repeating = schema.word.startswith(("empty", "expand"))
-        if is_large or schema.is_random or schema.is_mutable or is_repeating:
+        # memory without numbers; repetitions, whose numbers would hide that they are equal
+        is_kept = "empty" in schema.word or schema.word in ("expand", "repeat")
+        if is_large or schema.is_random or schema.is_mutable or is_kept:
             return None
         ignored = ("device", "pin_memory", "layout")
         kept_options = {name: item for name, item in options.items() if name not in ignored}

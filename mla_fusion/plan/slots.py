@@ -104,7 +104,7 @@ def _trusted_inputs(index: Value, role: str) -> Roles | None:
     if inner.is_number:  # one row, or it would be repeated
         return {} if inner.number.ratio >= 0 else None
     if inner.op == "constant":
-        numbers = _numbers(inner).reshape(-1)
+        numbers = inner.literal.tensor.reshape(-1)
         is_distinct = len(numbers.unique()) == len(numbers) and int(numbers.min()) >= 0
         return {} if is_distinct else None
     if is_open_part(inner):
@@ -168,20 +168,9 @@ def _are_distinct(places: Value) -> bool:
 
 
 def _is_repeated(index: Value) -> bool:
-    """Returns True if the index repeats its numbers by an expand, or along an axis of literals."""
+    """Returns True if the index repeats its numbers by an expand."""
     inner = _strip(index, "reshape", "slice", "permute")
-    if inner.op == "constant":
-        return _numbers(inner).shape != inner.shape
     return index.numel != 1 and inner.op == "expand"
-
-
-def _numbers(constant: Value) -> torch.Tensor:
-    """Returns the numbers of literals, once along each axis along which they are repeated."""
-    numbers: torch.Tensor = constant.literal.tensor
-    for axis in range(numbers.dim()):
-        first = numbers.narrow(axis, 0, 1)
-        numbers = first if bool((numbers == first).all()) else numbers
-    return numbers
 
 
 def _terms(value: Value) -> dict[Value, Any]:
@@ -340,10 +329,7 @@ def _spread(summand: Value, shape: Shape) -> Spread:
     inner = value.sources[0] if value.op == "expand" else value
     target = shape if is_broadcast else value.shape
     first = len(target) - len(inner.shape)
-    if inner.op == "constant":
-        axes = _long_axes(tuple(_numbers(inner).shape))
-    else:
-        axes = [] if _is_repeated(inner) else _long_axes(inner.shape)
+    axes = [] if _is_repeated(inner) else _long_axes(inner.shape)
     return target, [first + axis for axis in axes]
 
 
