@@ -66,15 +66,10 @@ def merge_digits(axis: Iterable[Digit]) -> Axis:
     for stride, size in axis:
         if size == 1:
             continue
-        if digits:
-            outer_stride, count = digits[-1]
-            if stride and outer_stride == stride * size:
-                digits[-1] = stride, count * size
-                continue
-            if not stride and not outer_stride:
-                digits[-1] = 0, count * size
-                continue
-        digits.append((stride, size))
+        if digits and digits[-1][0] == stride * size:
+            digits[-1] = stride, digits[-1][1] * size
+        else:
+            digits.append((stride, size))
     return tuple(digits)
 
 
