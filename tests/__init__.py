@@ -1,6 +1,4 @@
-"""A package, so that no module of it is imported under two names: an operator defined twice is gone
-for the first.
-"""
+"""A package: imported under two names, a module would define operators twice, the first gone."""
 
 import os
 

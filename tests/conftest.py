@@ -48,9 +48,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """What stands by now (torch, its operators, the cases) stays: to look for garbage in it is a
-    fifth of the time.
-    """
+    """What stands (torch, operators, cases) stays: seeking garbage in it is a fifth of the time."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(10_000, 20, 20)
@@ -102,9 +100,7 @@ def lines_stay_whole() -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def defects_are_raised() -> Iterator[None]:
-    """A defect of the pass, which a serving job survives, fails the test: ``Config.strict`` is on
-    unless given.
-    """
+    """A defect that a serving job survives fails the test: ``Config.strict`` is on unless given."""
     from mla_fusion.config import Config
 
     made = Config.__init__

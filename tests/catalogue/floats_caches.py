@@ -1,6 +1,4 @@
-"""Prologues in float formats with caches in them: query and latent in float8, or rows packed with a
-scale a tile.
-"""
+"""Prologues with caches in float formats: query and latent float8, or packed, a scale a tile."""
 
 from __future__ import annotations
 
@@ -44,9 +42,7 @@ def packed_hifloat8_args() -> tuple[Tensor, ...]:
 
 
 class FloatAttention(Floats):
-    """Query and latent cache in float8, the key and its query in bfloat16; scores are brought back
-    by both scales.
-    """
+    """float8 query and latent cache, bfloat16 key and its query; both scales bring scores back."""
 
     dst_type: torch.dtype | int = torch.float8_e4m3fn
 

@@ -102,9 +102,7 @@ def by_operator(
 
 @attention(IN_PLACE, source="vllm-ascend")
 class Int8AttentionOperator(Int8Attention):
-    """vllm-ascend's C8 decode: the fused cache operator with one scale, which divides query_rope as
-    its inverse.
-    """
+    """vllm-ascend's C8 decode: fused cache operator, one scale; its inverse divides query_rope."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,6 +1,4 @@
-"""Absorbed prologues as engines assemble, join and cut them, each in this project's words; and what
-is nearly one.
-"""
+"""Absorbed prologues as engines assemble, join and cut them, in our words; and near ones."""
 
 from __future__ import annotations
 

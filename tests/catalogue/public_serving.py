@@ -52,9 +52,7 @@ def sequence_first() -> tuple[Tensor, ...]:
     args=sequence_first,
 )
 class AbsorbedTraining(Base):
-    """The rotation passes on what is wider than its tables, which is nothing here; rows go to
-    attention as they are.
-    """
+    """The rotation passes on what is wider than its tables: nothing. Attention gets rows as is."""
 
     def turned(self, x: Tensor, freqs: Tensor) -> Tensor:
         width = freqs.shape[-1]

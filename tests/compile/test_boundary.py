@@ -88,9 +88,7 @@ def test_hook_in_torchair() -> None:
 def test_hook_packs_weights_from_nothing_but_frozen_parameters(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Under ``frozen_parameter`` torchair gives parameters to GE as constants, so packing in the
-    graph folds away.
-    """
+    """Under torchair's ``frozen_parameter`` parameters are constants in GE: packing folds away."""
     kept: list[Any] = []
     compile_graph = torchair_bridge.compile_graph
 

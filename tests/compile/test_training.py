@@ -1,6 +1,4 @@
-"""A graph that records gradients is left as it is. Boxed, it lets go of what it has used: torch
-warns where one is not.
-"""
+"""A graph that records gradients is left as is. Boxed, it frees what it used: else torch warns."""
 
 import pytest
 import torch

@@ -1,6 +1,4 @@
-"""The float formats of A5: the GE graph is that of the handwritten call, the modes go with their
-chip and release.
-"""
+"""A5's float formats: the GE graph is the handwritten call's, modes go with chip and release."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""int8 caches and int8 attention: rows a step apart at most, all others as they were; and the GE
-graphs of int8.
-"""
+"""int8 caches and attention: rows a step apart at most, others as they were; int8's GE graphs."""
 
 from __future__ import annotations
 

@@ -18,9 +18,7 @@ from tests.harness import clones, distance, eager, flat, traced
 
 
 def fused(model: nn.Module, given: tuple[Tensor, ...], mode: int) -> list[Tensor]:
-    """Outputs and arguments of the graph in which the prologue has become one kernel of
-    ``weight_quant_mode`` mode.
-    """
+    """Outputs and arguments of the graph, its prologue one kernel of mode ``weight_quant_mode``."""
     gm, weights = traced(model, given)
     report = mf.fuse(gm, mf.Config(verify="off"))
     assert [(f.placement, f.attributes["weight_quant_mode"]) for f in report.fused] == [

@@ -1,6 +1,4 @@
-"""Operators of the user's own: known by a function, in static and dynamic graphs, and left where
-nothing is fused.
-"""
+"""The user's operators: known by a function, static and dynamic, left where nothing is fused."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The kernel's results lie in memory otherwise than the values they replace; who can tell gets the
-model's strides.
-"""
+"""The kernel's results lie otherwise in memory; who can tell gets the model's strides."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Prologues without a W_uk product, under ``Config(targets=("v3", "identity"))``: q_nope is the
-kernel's, bit for bit.
-"""
+"""No W_uk product, ``Config(targets=("v3", "identity"))``: q_nope is the kernel's, bit for bit."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The columns of the matrix: what each is called, and the tests behind it: those whose outcome a
-release can change.
-"""
+"""The columns of the matrix: names, and the tests behind, whose outcome a release can change."""
 
 from __future__ import annotations
 

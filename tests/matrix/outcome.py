@@ -90,9 +90,7 @@ def table(rows: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
 
 
 def merged(kept: list[dict[str, Any]], new: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """By pair and interpreter, the newest of each; but one with more cells stays: a quick run is
-    none to keep.
-    """
+    """By pair and interpreter, the newest; but one with more cells stays: no quick run is kept."""
     rows: dict[tuple[str, str], dict[str, Any]] = {}
     for row in (*kept, *new):
         key = row["torch_npu"], row["python"]

@@ -1,6 +1,4 @@
-"""A release of torch_npu that lacks what graphs are compiled through: refused by name, before
-anything else fails.
-"""
+"""A torch_npu without what graphs compile through: refused by name, before anything else fails."""
 
 from __future__ import annotations
 

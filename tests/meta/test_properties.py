@@ -100,9 +100,7 @@ def prolog_calls(draw: st.DrawFn) -> tuple[str, str, str, Call]:
 
 @st.composite
 def preprocess_calls(draw: st.DrawFn, small: bool = False) -> tuple[str, Call]:
-    """(op, arguments) of the preprocess operator: with data and any sizes, or on meta as the device
-    takes them.
-    """
+    """(op, arguments) of the preprocess operator: data of any sizes, or meta as on the device."""
     quant = draw(st.sampled_from(list(preprocess.QUANT_MODES)))
     cache = draw(st.sampled_from(list(preprocess.CACHE_FORMS)))
     kind, weight = draw(st.sampled_from([BF16, torch.float16])), torch.int8

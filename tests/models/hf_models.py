@@ -101,9 +101,7 @@ def build(
     attention: str = "sdpa",
     seed: int = 0,
 ) -> Any:
-    """A model of MODELS; weights of unit gain, so that greedy choices are no ties. Skips what the
-    release lacks.
-    """
+    """A model of MODELS, of unit gain: greedy choices are no ties. Skips what the release lacks."""
     model_type, own = WITH_SINKS if name == "hy_v4" else MODELS[name]
     config = config_of(model_type, {**BASE, **own, **(changes or {})})
     source = import_module(f"transformers.models.{model_type}.modeling_{model_type}")
@@ -115,9 +113,7 @@ VISION = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_att
 
 
 def build_multimodal(changes: dict[str, Any]) -> Any:
-    """Mistral Large 4 with these changes of its text: layers without rotation, or that read the
-    latents of another.
-    """
+    """Mistral Large 4, its text changed: layers without rotation, or with another's latents."""
     text = {"model_type": "mistral_large4_text", **BASE, "num_hidden_layers": 4, **changes}
     config = config_of("mistral_large4", {"text_config": text, "vision_config": VISION})
     from transformers import AutoModelForImageTextToText

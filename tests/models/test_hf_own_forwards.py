@@ -1,6 +1,4 @@
-"""Attentions with a forward of their own, as code beside transformers has it: converted, or refused
-with what is so.
-"""
+"""Forwards of their own, as code beside transformers has: converted, or refused with what is so."""
 
 from __future__ import annotations
 

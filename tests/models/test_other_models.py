@@ -1,6 +1,4 @@
-"""Models without MLA go through the backend as if it were not there: same bits, nothing fused,
-nothing to report.
-"""
+"""Models without MLA: as if the backend were not there: same bits, nothing fused or reported."""
 
 from __future__ import annotations
 

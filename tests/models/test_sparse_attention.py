@@ -1,6 +1,4 @@
-"""Attention over an indexer's picks: the operator's form equals the masked one, and is what a step
-on an NPU holds.
-"""
+"""Attention over an indexer's picks: the operator equals the masked form; NPU steps hold it."""
 
 from __future__ import annotations
 
@@ -27,9 +25,7 @@ def _operators() -> None:
 
 
 def given() -> tuple[dict[str, Any], torch.Tensor, torch.Tensor]:
-    """Arguments of both forms, which tokens each may see, and the best of them (fewer, for some,
-    than are picked).
-    """
+    """Both forms' arguments, the tokens each may see, the best of them (or fewer than picked)."""
     torch.manual_seed(0)
     tensors = {
         "q_nope": torch.randn(B, N, S, 32),

@@ -1,6 +1,4 @@
-"""What the plan refuses beside the near misses of the catalogue: each code, and the graph left
-exactly as it was.
-"""
+"""The plan's refusals beside the catalogue's near misses: each code, the graph just as it was."""
 
 from __future__ import annotations
 

@@ -40,9 +40,7 @@ _VARYING = [
 
 @dataclass(frozen=True)
 class Block:
-    """One fenced block. ``kind``: python, sh, text (what the block before it prints), or something
-    that is not run.
-    """
+    """A fenced block. ``kind``: python, sh, text (the block before prints it), or not run."""
 
     page: str
     line: int
@@ -140,9 +138,7 @@ def _shell(block: Block, where: str) -> None:
 
 
 def _installable(item: str, where: str) -> None:
-    """A release of the table, or this project with extras that it has
-    (tests/project/test_install.py resolves them).
-    """
+    """A release of the table, or this project with its extras (tests/project/test_install.py)."""
     name, _, version = item.partition("==")
     if version:
         pairs = {

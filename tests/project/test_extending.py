@@ -1,6 +1,4 @@
-"""docs/extending.md followed to the letter, in a scratch copy: each step is an edit of a file that
-the page names.
-"""
+"""docs/extending.md to the letter, in a scratch copy: each step edits a file the page names."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""docs/public-code.md has a row, with the verdict that the catalogue has, for every form that the
-benchmark runs.
-"""
+"""docs/public-code.md has a row, with the catalogue's verdict, for each form the benchmark runs."""
 
 from __future__ import annotations
 

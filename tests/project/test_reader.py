@@ -40,9 +40,7 @@ def test_every_page_is_two_clicks_from_readme() -> None:
 
 
 def test_pages_are_short() -> None:
-    """300 lines a page; 3,100 in all of those that are written by hand, without the tables that
-    scripts write.
-    """
+    """300 lines a page; 3,100 in all of those written by hand, without the tables of scripts."""
     by_hand = 0
     for page in DOCS.glob("*.md"):
         text = page.read_text(encoding="utf-8")

@@ -126,9 +126,7 @@ def test_codes_of_one_family_stand_together() -> None:
 
 
 def test_every_code_in_the_source_is_listed() -> None:
-    """``Departure("code", ...)`` with a code that is not in the table fails only when it is raised;
-    find it here.
-    """
+    """``Departure("code", ...)`` with a code not in the table fails only when raised: find them."""
     used = {
         match
         for path in (ROOT / "mla_fusion").rglob("*.py")

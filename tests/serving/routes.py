@@ -27,9 +27,7 @@ from tests.harness import clones, flat
 
 @dataclass(frozen=True)
 class Reached:
-    """``results``: what a call gave, and its arguments behind them; ``text``: the last graph that
-    could be read.
-    """
+    """``results``: what a call gave, then its arguments; ``text``: the last readable graph."""
 
     results: list[Tensor] | None = None
     text: str = ""

@@ -72,9 +72,7 @@ def arguments() -> list[Tensor]:
 
 
 class Manager:
-    """vLLM-Ascend's: passes are instances of one class, each is asked whether it applies, the graph
-    is run as it is.
-    """
+    """vLLM-Ascend's: passes of one class, each asked whether it applies, the graph run as it is."""
 
     def __init__(self, base: type) -> None:
         self.base, self.passes = base, []

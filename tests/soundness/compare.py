@@ -55,9 +55,7 @@ def _different(got: Tensor, want: Tensor) -> str:
 
 
 def errors(got: Tensor, want: Tensor) -> tuple[Tensor, float]:
-    """Relative L2 error of each row (of a row of next to nothing, relative to the typical row), and
-    of the whole.
-    """
+    """Relative L2 error of each row (next to nothing: by the typical row), and of the whole."""
     new, old = _rows(got), _rows(want)
     touched = (new != old).any(-1).nonzero().squeeze(-1)
     norms = _finite(old, old).float().norm(dim=-1).double()

@@ -1,6 +1,4 @@
-"""What a step costs on a device under each ``Config.updates``, counted on meta tensors: a table of
-docs/weights.md.
-"""
+"""What a step costs on a device by ``Config.updates``, counted on meta tensors: docs/weights.md."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""A call under somebody's mode leaves nothing that another call could meet: no fake tensor, none of
-a transform's.
-"""
+"""A call under a mode leaves nothing another could meet: no fake tensor, none of a transform's."""
 
 from __future__ import annotations
 

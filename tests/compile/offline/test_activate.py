@@ -124,9 +124,7 @@ def test_missing_compiler_says_what_to_install(tmp_path: Path) -> None:
 
 @pytest.mark.exhaustive
 def test_cached_stand_ins_need_no_compiler_and_no_walk(tmp_path: Path) -> None:
-    """torch_npu looks for the file that has CANN's version; without CANN below the current
-    directory, all of it.
-    """
+    """torch_npu seeks CANN's version file; without CANN, in all below the current directory."""
     (tmp_path / "ascend_toolkit_install.info").write_text("version=9.9\n")
     command = [
         sys.executable,

@@ -42,9 +42,7 @@ def spellings(count: int, seed: int, jobs: int = 1) -> Iterator[Outcome]:
 
 
 def mutants(count: int, seed: int, jobs: int = 1) -> Iterator[Outcome]:
-    """Outcomes of ``count`` mutants: valid graphs, no two of equal structure, of another meaning
-    than their origin.
-    """
+    """``count`` valid mutants' outcomes, no two of one structure, none of its origin's meaning."""
     return itertools.islice(
         _distinct(itertools.chain.from_iterable(_spread(_mutants, recipes(seed), jobs))), count
     )

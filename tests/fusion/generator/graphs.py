@@ -1,6 +1,4 @@
-"""A spelling as a functional ATen graph; the graph's structure as a hash; and runs of it, in its
-own dtypes or wide.
-"""
+"""A spelling as a functional ATen graph; its structure as a hash; runs of it, as is or wide."""
 
 from __future__ import annotations
 
@@ -129,9 +127,7 @@ class Result:
 
 
 def run(gm: GraphModule, inputs: Mapping[str, Tensor], wide: bool = False) -> Result:
-    """Run node by node. ``wide``: in float64, with casts among bfloat16, float32 and float64
-    erased, others done.
-    """
+    """Run by node. ``wide``: in float64, bfloat16/float32/float64 casts erased, others done."""
     memory: dict[Node, Any] = {}
     last = _last_uses(gm.graph)
     given = {name: widened(tensor) if wide else tensor for name, tensor in inputs.items()}

@@ -110,9 +110,7 @@ _WIDTH = {
 
 
 def width(rotation: str) -> str:
-    """The form in which a rotation reads its tables: that a table's halves are equal is not for the
-    pass to assume.
-    """
+    """The form a rotation reads tables in: that halves are equal is not for the pass to assume."""
     return _WIDTH.get(rotation, "half")
 
 

@@ -1,6 +1,4 @@
-"""Where cos and sin come from: inputs, gathered by position, computed; and in which width a
-rotation asks for them.
-"""
+"""Where cos and sin come from: inputs, gathered by position, computed; and the width asked for."""
 
 from __future__ import annotations
 
