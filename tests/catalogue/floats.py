@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from mla_fusion.reference import formats, hifloat8
 
-from .base import DR, HCKV, HCQ, HE, Base, D, npu, paged_args, rotate_half
+from . import int8
+from .base import npu, paged_args
 from .entry import IN_PLACE, OURS, STAGED, entry
 
 E8M0, HIF8 = number_formats.E8M0_NUMBER, number_formats.HIFLOAT8.number
@@ -130,16 +131,10 @@ class HifLinear(RowLinear):
         return hifloat8.decode(self.weight).double()
 
 
-class Floats(Base):
+class Floats(int8.Full):
     """All three projections, each with its own quantisation of x."""
 
-    linear: type[FloatLinear] = MxLinear
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.q_a_proj = self.linear(HE, HCQ)  # type: ignore[assignment]
-        self.q_b_proj = self.linear(HCQ, self.heads * (D + DR))  # type: ignore[assignment]
-        self.kv_a_proj_with_mqa = self.linear(HE, HCKV + DR)  # type: ignore[assignment]
+    linear: type[nn.Module] = MxLinear
 
 
 of_floats = partial(entry, source=OURS, tags="floats, operators, device", soc="A5", slack=1.1)
@@ -161,73 +156,33 @@ class HifFull(Floats):
 
 
 @of_floats(IN_PLACE, weight_quant_mode=4)
-class Fp8Smooth(Floats):
-    """One tensor of smooth scales for x, one for c_q."""
-
+class Fp8Smooth(int8.FullSmooth):
     linear = RowLinear
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.smooth_x, self.smooth_cq = (
-            nn.Parameter(0.5 + torch.rand(width)) for width in (HE, HCQ)
-        )
-        self.q_a_proj.smooth = self.kv_a_proj_with_mqa.smooth = self.smooth_x  # type: ignore[assignment]
-        self.q_b_proj.smooth = self.smooth_cq  # type: ignore[assignment]
-
-
-class Merged(Floats):
-    """One product for W_dq and W_dkv_kr, x quantised once."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv_a = self.linear(HE, HCQ + HCKV + DR)
-
-    def down(self, x: Tensor) -> Tensor:
-        return self.qkv_a(x)[..., :HCQ]
-
-    def latent(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        _, c_kv, k_pe = self.qkv_a(x).split([HCQ, HCKV, DR], -1)
-        return self.kv_a_layernorm(c_kv), k_pe
 
 
 @of_floats(IN_PLACE, source=VLLM, weight_quant_mode=3)
-class MxMerged(Merged):
-    pass
+class MxMerged(int8.MergedDown):
+    linear = MxLinear
 
 
 @of_floats(IN_PLACE, weight_quant_mode=5)
-class HifMerged(Merged):
+class HifMerged(int8.MergedDown):
     linear = HifLinear
 
 
 @of_floats(IN_PLACE, source=VLLM, tags="floats, operators, weights", weight_quant_mode=3)
-class MxChunked(Floats):
-    """vllm-ascend's chunked W_uq_qr: two products of one quantised c_q, side by side."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.halves = nn.ModuleList(self.linear(HCQ, self.heads // 2 * (D + DR)) for _ in range(2))
-        self.q_b_proj = nn.Identity()  # type: ignore[assignment]
-
-    def split(self, c_q: Tensor) -> tuple[Tensor, Tensor]:
-        return super().split(torch.cat([half(c_q) for half in self.halves], -1))
+class MxChunked(int8.Chunked):
+    linear = MxLinear
 
 
 @of_floats(IN_PLACE, tags="floats, operators, rope", weight_quant_mode=3)
-class MxHalfRope(Floats):
-    """Half-layout RoPE: columns of weights and of their scales are permuted together."""
-
-    def rotate(self, x: Tensor, c: Tensor, s: Tensor) -> Tensor:
-        return x * c + rotate_half(x) * s
+class MxHalfRope(int8.HalfRope):
+    linear = MxLinear
 
 
 @of_floats(STAGED, tags="floats, operators, rope", weight_quant_mode=3)
-class MxInterleavedRope(Floats):
-    """Pairs in, pairs out: staged."""
-
-    def rotate(self, x: Tensor, c: Tensor, s: Tensor) -> Tensor:
-        c, s = (t[..., : DR // 2].repeat_interleave(2, -1) for t in (c, s))
-        return x * c + torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2) * s
+class MxInterleavedRope(int8.InterleavedRope):
+    linear = MxLinear
 
 
 class _Viewed(MxLinear):
@@ -250,25 +205,14 @@ class MxViewed(Floats):
             module.scale = nn.Parameter(scale, requires_grad=False)  # type: ignore[assignment]
 
 
-class Indexed(Floats):
-    """The indexer projects c_q too, by a quantisation of its own that equals the first."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.wq_b = self.linear(HCQ, 128)
-
-    def extra(self, c_q_raw: Tensor, c_q: Tensor, k_pe: Tensor) -> Tensor:
-        return self.wq_b(c_q)
-
-
 @of_floats(
     IN_PLACE,
     source="GLM-5",
     tags="floats, operators, device, readers, symbolic",
     weight_quant_mode=3,
 )
-class MxIndexed(Indexed):
-    pass
+class MxIndexed(int8.IndexerReads):
+    linear = MxLinear
 
 
 @of_floats(IN_PLACE, tags="floats, operators, readers", weight_quant_mode=3)
@@ -278,12 +222,12 @@ class CodesOfScales(MxIndexed):
 
 
 @of_floats(IN_PLACE, source="GLM-5", tags="floats, operators, readers", weight_quant_mode=4)
-class Fp8Indexed(Indexed):
+class Fp8Indexed(int8.IndexerReads):
     linear = RowLinear
 
 
 @of_floats(IN_PLACE, tags="floats, operators, readers", weight_quant_mode=5)
-class HifIndexed(Indexed):
+class HifIndexed(int8.IndexerReads):
     linear = HifLinear
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from .base import DR, HCKV, HCQ, HE, D, linear, npu
 from .entry import IN_PLACE, miss
-from .floats import E8M0, Floats, HifLinear, Indexed, MxGiven, MxLinear, RowLinear, quantised_args
+from .floats import E8M0, Floats, HifLinear, MxGiven, MxIndexed, MxLinear, RowLinear, quantised_args
 
 FULL = "floats, operators"
 Layer = Callable[[int, int], nn.Module]
@@ -183,7 +183,7 @@ class Fp8OneScale(Floats):
 
 
 @miss("reader.latent", tags=f"{FULL}, readers", of="MxIndexed", soc="A5")
-class MxLatentReadInBfloat16(Indexed):
+class MxLatentReadInBfloat16(MxIndexed):
     def __init__(self) -> None:
         super().__init__()
         self.wq_b = linear(HCQ, 128)  # type: ignore[assignment]

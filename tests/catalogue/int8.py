@@ -43,8 +43,10 @@ class QuantLinear(nn.Module):
         )
 
 
-class TransposedLinear(QuantLinear):
-    """The weight held as [out, in]."""
+class Transposed:
+    """Of a linear layer: the weight held as [out, in]."""
+
+    weight: nn.Parameter
 
     def __init__(self, width_in: int, width_out: int) -> None:
         super().__init__(width_in, width_out)
@@ -52,6 +54,10 @@ class TransposedLinear(QuantLinear):
 
     def matrix(self) -> Tensor:
         return self.weight.t()
+
+
+class TransposedLinear(Transposed, QuantLinear):
+    pass
 
 
 class FlattenedLinear(QuantLinear):
@@ -93,7 +99,7 @@ class PartialSmooth(Base):
 class Full(Base):
     """All three; each projection quantises x itself, as AscendW8A8Dynamic and cann-recipes do."""
 
-    linear: type[QuantLinear] = QuantLinear
+    linear: type[nn.Module] = QuantLinear
 
     def __init__(self) -> None:
         super().__init__()
@@ -182,7 +188,7 @@ class MergedDown(Full):
 
     def __init__(self) -> None:
         super().__init__()
-        self.qkv_a = QuantLinear(HE, HCQ + HCKV + DR)
+        self.qkv_a = self.linear(HE, HCQ + HCKV + DR)
 
     def down(self, x: Tensor) -> Tensor:
         return self.qkv_a(x)[..., :HCQ]
@@ -198,7 +204,7 @@ class Chunked(Full):
 
     def __init__(self) -> None:
         super().__init__()
-        self.halves = nn.ModuleList(QuantLinear(HCQ, self.heads // 2 * (D + DR)) for _ in range(2))
+        self.halves = nn.ModuleList(self.linear(HCQ, self.heads // 2 * (D + DR)) for _ in range(2))
         self.q_b_proj = nn.Identity()  # type: ignore[assignment]
 
     def split(self, c_q: Tensor) -> tuple[Tensor, Tensor]:
@@ -230,7 +236,7 @@ class IndexerReads(Full):
 
     def __init__(self) -> None:
         super().__init__()
-        self.wq_b = QuantLinear(HCQ, 128)
+        self.wq_b = self.linear(HCQ, 128)
 
     def extra(self, c_q_raw: Tensor, c_q: Tensor, k_pe: Tensor) -> Tensor:
         return self.wq_b(c_q)

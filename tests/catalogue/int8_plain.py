@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from .base import DR, HCQ, Base, D, npu
 from .entry import IN_PLACE, OURS, entry, miss
-from .int8 import Full, QuantLinear
+from .int8 import Full, QuantLinear, Transposed
 
 
 def largest(rows: Tensor) -> Tensor:
@@ -222,15 +222,8 @@ def by_quant_matmul(self: Any, operands: tuple[Tensor, Tensor], scale: Tensor) -
 # -- whole layers
 
 
-class HeldTransposed(PlainLinear):
-    """The weight held as [out, in]."""
-
-    def __init__(self, width_in: int, width_out: int) -> None:
-        super().__init__(width_in, width_out)
-        self.weight = nn.Parameter(self.weight.t().contiguous(), requires_grad=False)
-
-    def matrix(self) -> Tensor:
-        return self.weight.t()
+class HeldTransposed(Transposed, PlainLinear):
+    pass
 
 
 class Batched(PlainLinear):

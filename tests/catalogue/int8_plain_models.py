@@ -7,9 +7,10 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from .base import DR, HCKV, HCQ, HE, D, paged_args, rotate_half
+from . import int8
+from .base import DR, HCKV, HCQ, HE, D, paged_args
 from .entry import IN_PLACE, OURS, entry
 from .int8_attention import Int8Attention, int8_latent_args
 from .int8_caches import PackedRows, packed_args
@@ -36,19 +37,8 @@ def plain(name: str, mode: int, cache: int = 0, **fields: Any) -> Callable[[Any]
 
 
 @plain("joined", 2)
-class Joined(PlainFull):
-    """One product for W_dq and W_dkv_kr."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv_a = PlainLinear(HE, HCQ + HCKV + DR)
-
-    def down(self, x: Tensor) -> Tensor:
-        return self.qkv_a(x)[..., :HCQ]
-
-    def latent(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        _, c_kv, k_pe = self.qkv_a(x).split([HCQ, HCKV, DR], -1)
-        return self.kv_a_layernorm(c_kv), k_pe
+class Joined(int8.MergedDown):
+    linear = PlainLinear
 
 
 @plain("of_sequences", 2, args=sequence_args)
@@ -63,16 +53,8 @@ class OfSequences(Sequences):
 
 
 @plain("in_halves", 2)
-class InHalves(PlainFull):
-    """W_uq_qr as two weights side by side."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.halves = nn.ModuleList(PlainLinear(HCQ, self.heads // 2 * (D + DR)) for _ in range(2))
-        self.q_b_proj = nn.Identity()  # type: ignore[assignment]
-
-    def split(self, c_q: Tensor) -> tuple[Tensor, Tensor]:
-        return super().split(torch.cat([half(c_q) for half in self.halves], -1))
+class InHalves(int8.Chunked):
+    linear = PlainLinear
 
 
 @plain("on_in_float32", 2)
@@ -93,15 +75,10 @@ class OnInFloat32(PlainFull):
 
 
 @plain("indexer_reads", 2)
-class IndexerReads(PlainFull):
+class IndexerReads(int8.IndexerReads):
     """The indexer quantises c_q by itself; its int8 values and scales are the kernel's outputs."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.wq_b = PlainLinear(HCQ, 128)
-
-    def extra(self, c_q_raw: Tensor, c_q: Tensor, k_pe: Tensor) -> Tensor:
-        return self.wq_b(c_q)
+    linear = PlainLinear
 
 
 @plain("smoothed", 1)
@@ -110,11 +87,8 @@ class SmoothedPartial(PlainPartial):
 
 
 @plain("half_rope", 2)
-class HalfRope(PlainFull):
-    """Columns of int8 weights and of their scales are permuted together."""
-
-    def rotate(self, x: Tensor, c: Tensor, s: Tensor) -> Tensor:
-        return x * c + rotate_half(x) * s
+class HalfRope(int8.HalfRope):
+    linear = PlainLinear
 
 
 @plain("scaled", 2)
