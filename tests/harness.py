@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import os
 import re
 from collections.abc import Callable
 from typing import Any
@@ -24,6 +25,14 @@ from mla_fusion.compile.device_graph import capture
 from mla_fusion.fx import module_path
 from mla_fusion.report.rejection import CODES, Rejection
 from mla_fusion.tools.accuracy import largest_ratio
+
+
+def environment(**changes: str) -> dict[str, str]:
+    """The environment of a process that decides by itself whether torch loads torch_npu."""
+    kept = {
+        name: value for name, value in os.environ.items() if name != "TORCH_DEVICE_BACKEND_AUTOLOAD"
+    }
+    return {**kept, **changes}
 
 
 def clones(args: tuple[Tensor, ...], wide: bool = False) -> tuple[Tensor, ...]:

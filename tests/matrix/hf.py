@@ -71,7 +71,7 @@ def read(folder: Path) -> dict[str, Any]:
     found: dict[str, Counter[str]] = {name: Counter() for name in CELLS}
     models, ratios = [], []
     for node, case in cases.items():
-        ending = _ending(case)
+        ending = ending_of(case)
         found[_cell(node)][ending] += 1
         if node.startswith(GREEDY) and ending == "passed":
             models.append(node.partition("[")[2].rstrip("]"))
@@ -106,7 +106,7 @@ def _cell(node: str) -> str:
     )
 
 
-def _ending(case: ElementTree.Element) -> str:
+def ending_of(case: ElementTree.Element) -> str:
     for word, ending in (("failure", "failed"), ("error", "failed"), ("skipped", "skipped")):
         if case.find(word) is not None:
             return ending

@@ -19,6 +19,7 @@ from xml.etree import ElementTree
 from mla_fusion.releases import RELEASES, numbers
 from mla_fusion.report import text_tables
 from tests.matrix.cells import REFUSED, WORKS, cells
+from tests.matrix.hf import ending_of
 
 RESULTS = Path("build/matrix")
 KEPT = Path(__file__).with_name("outcome.json")
@@ -34,7 +35,7 @@ def read(path: Path) -> dict[str, Any]:
     for case in suite.iter("testcase"):
         cell = _cell(_node(case), release.works)
         if cell is not None:
-            found.setdefault(cell, Counter())[_ending(case)] += 1
+            found.setdefault(cell, Counter())[ending_of(case)] += 1
     return {
         "torch_npu": torch_npu,
         "torch": release.torch,
@@ -58,13 +59,6 @@ def _cell(node: str, works: bool) -> str | None:
         if any(node.startswith(test) for test in tests):
             return name
     return None
-
-
-def _ending(case: ElementTree.Element) -> str:
-    for word, ending in (("failure", "failed"), ("error", "failed"), ("skipped", "skipped")):
-        if case.find(word) is not None:
-            return ending
-    return "passed"
 
 
 def word(counts: dict[str, int] | None) -> str:

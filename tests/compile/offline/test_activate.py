@@ -1,6 +1,5 @@
 """activate() on the real torch_npu wheel, each time in a process of its own where that matters."""
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,15 +11,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import mla_fusion as mf
 from mla_fusion.compat import in_tracing_mode
 from mla_fusion.compile.offline import runtime
+from tests.harness import environment
 
 SHORT = "import mla_fusion as mf; mf.offline.activate(); import torch_npu, torchair; print('ready')"
-
-
-def environment(**changes: str) -> dict[str, str]:
-    kept = {
-        name: value for name, value in os.environ.items() if name != "TORCH_DEVICE_BACKEND_AUTOLOAD"
-    }
-    return {**kept, **changes}
 
 
 @pytest.fixture(scope="module", autouse=True)

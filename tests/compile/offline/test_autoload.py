@@ -1,6 +1,5 @@
 """import torch beside a torch_npu without CANN, and the switch that makes it work."""
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -8,13 +7,7 @@ from pathlib import Path
 import pytest
 
 from mla_fusion import _autoload
-
-
-def environment(**changes: str) -> dict[str, str]:
-    kept = {
-        name: value for name, value in os.environ.items() if name != "TORCH_DEVICE_BACKEND_AUTOLOAD"
-    }
-    return {**kept, **changes}
+from tests.harness import environment
 
 
 def test_import_works_without_any_setting_and_torch_npu_behind_it(tmp_path: Path) -> None:
