@@ -1,4 +1,6 @@
-"""Prologues with caches in float formats: query and latent float8, or packed, a scale a tile."""
+"""Prologues in float formats with caches in them: query and latent in float8, or rows packed with a
+scale a tile.
+"""
 
 from __future__ import annotations
 

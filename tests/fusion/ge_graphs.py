@@ -62,7 +62,9 @@ def called_by_hand(
     slots: Tensor,
     **options: Any,
 ) -> Tensor:
-    """Attention over what the kernel makes of ``x`` with ``held``, by the operator's names."""
+    """Attention over what the kernel makes of ``x`` with the weights that ``held`` has under the
+    operator's names.
+    """
     query, query_rope, *_ = torch.ops.npu.npu_mla_prolog_v3(
         x,
         held.weight_dq,

@@ -83,7 +83,9 @@ def twin(cache: Any, dtype: torch.dtype) -> Any:
     ],
 )
 def test_fused_steps_on_cpu(name: str) -> None:
-    """Logits near float32 as the eager ones: relative L2 error 1.1 times and a rounding at most."""
+    """Logits as near to float32 as the eager model's: relative L2 error 1.1 times as large and a
+    rounding at most.
+    """
     how, changes, attributes = STEPS[name]
     sizes = KERNEL | {"num_attention_heads": 4, "num_key_value_heads": 4} | changes
     model = build(name, sizes, dtype=torch.bfloat16)

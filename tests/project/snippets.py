@@ -138,7 +138,9 @@ def _shell(block: Block, where: str) -> None:
 
 
 def _installable(item: str, where: str) -> None:
-    """A release of the table, or this project with its extras (tests/project/test_install.py)."""
+    """A release of the table, or this project with extras that it has
+    (tests/project/test_install.py resolves them).
+    """
     name, _, version = item.partition("==")
     if version:
         pairs = {

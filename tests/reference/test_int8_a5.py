@@ -15,7 +15,9 @@ def noise(*sizes: int, seed: int = 0) -> torch.Tensor:
 
 
 def half_to_odd(x: torch.Tensor) -> torch.Tensor:
-    """CAST_ODD: truncate to half; if that lost something and is even, the neighbour off zero."""
+    """CAST_ODD: truncate to half; where that lost something and the last bit is even, the neighbour
+    away from zero.
+    """
     nearest = x.to(torch.float16)
     below = torch.where(
         nearest.float().abs() > x.abs(),

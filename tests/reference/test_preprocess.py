@@ -116,7 +116,9 @@ def test_every_cache_and_quant_mode(cache_mode: str, quant_mode: str, dtype: tor
 
 
 def test_unquantised_weights_switch_both_rms_norm_quants_off() -> None:
-    """The input multiplied as it is, no beta1 in the second norm: as the operation's own test."""
+    """The input is multiplied as it is, and the second norm adds no beta1: what the operation's own
+    test expects.
+    """
     call = sample(weight=BF16)
     q0, _, q1, _ = mla_preprocess(**call)
     down = call["input"] @ call["wdqkv"].T

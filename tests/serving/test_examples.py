@@ -74,7 +74,9 @@ def test_ge_graph_of_the_layer_is_two_kernels(layer: ModuleType, hook: bool) -> 
 
 
 def test_cann_recipes_own_attention_over_nz_caches(layer: ModuleType) -> None:
-    """Its decode layer as it stands: [1, N, T, Dr] RoPE, PA_NZ caches, five axes to attention."""
+    """Its decode layer as it stands there: RoPE in [1, N, T, Dr], PA_NZ caches, viewed in five axes
+    by attention.
+    """
     mf.offline.activate()
     import torchair
     from layer import BLOCK_SIZE, BLOCKS, DR, EPSILON, HCKV, D, N
