@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from mla_fusion.reference import formats, hifloat8
 
-from . import int8
+from . import quantised
 from .base import npu, paged_args
 from .entry import IN_PLACE, OURS, STAGED, entry
 
@@ -117,7 +117,7 @@ class RowLinear(FloatLinear):
 
 
 class HifLinear(RowLinear):
-    """hifloat8, which torch holds as uint8."""
+    """hifloat8, which torch holds as uquantised."""
 
     dst_type = HIF8
 
@@ -131,7 +131,7 @@ class HifLinear(RowLinear):
         return hifloat8.decode(self.weight).double()
 
 
-class Floats(int8.Full):
+class Floats(quantised.Full):
     """All three projections, each with its own quantisation of x."""
 
     linear: type[nn.Module] = MxLinear
@@ -156,32 +156,32 @@ class HifFull(Floats):
 
 
 @of_floats(IN_PLACE, weight_quant_mode=4)
-class Fp8Smooth(int8.FullSmooth):
+class Fp8Smooth(quantised.FullSmooth):
     linear = RowLinear
 
 
 @of_floats(IN_PLACE, source=VLLM, weight_quant_mode=3)
-class MxMerged(int8.MergedDown):
+class MxMerged(quantised.MergedDown):
     linear = MxLinear
 
 
 @of_floats(IN_PLACE, weight_quant_mode=5)
-class HifMerged(int8.MergedDown):
+class HifMerged(quantised.MergedDown):
     linear = HifLinear
 
 
 @of_floats(IN_PLACE, source=VLLM, tags="floats, operators, weights", weight_quant_mode=3)
-class MxChunked(int8.Chunked):
+class MxChunked(quantised.Chunked):
     linear = MxLinear
 
 
 @of_floats(IN_PLACE, tags="floats, operators, rope", weight_quant_mode=3)
-class MxHalfRope(int8.HalfRope):
+class MxHalfRope(quantised.HalfRope):
     linear = MxLinear
 
 
 @of_floats(STAGED, tags="floats, operators, rope", weight_quant_mode=3)
-class MxInterleavedRope(int8.InterleavedRope):
+class MxInterleavedRope(quantised.InterleavedRope):
     linear = MxLinear
 
 
@@ -211,7 +211,7 @@ class MxViewed(Floats):
     tags="floats, operators, device, readers, symbolic",
     weight_quant_mode=3,
 )
-class MxIndexed(int8.IndexerReads):
+class MxIndexed(quantised.IndexerReads):
     linear = MxLinear
 
 
@@ -222,12 +222,12 @@ class CodesOfScales(MxIndexed):
 
 
 @of_floats(IN_PLACE, source="GLM-5", tags="floats, operators, readers", weight_quant_mode=4)
-class Fp8Indexed(int8.IndexerReads):
+class Fp8Indexed(quantised.IndexerReads):
     linear = RowLinear
 
 
 @of_floats(IN_PLACE, tags="floats, operators, readers", weight_quant_mode=5)
-class HifIndexed(int8.IndexerReads):
+class HifIndexed(quantised.IndexerReads):
     linear = HifLinear
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import int8
+from . import quantised
 from .base import DR, HCKV, HCQ, HE, D, paged_args
 from .entry import IN_PLACE, OURS, entry
 from .int8_attention import Int8Attention, int8_latent_args
@@ -37,7 +37,7 @@ def plain(name: str, mode: int, cache: int = 0, **fields: Any) -> Callable[[Any]
 
 
 @plain("joined", 2)
-class Joined(int8.MergedDown):
+class Joined(quantised.MergedDown):
     linear = PlainLinear
 
 
@@ -53,7 +53,7 @@ class OfSequences(Sequences):
 
 
 @plain("in_halves", 2)
-class InHalves(int8.Chunked):
+class InHalves(quantised.Chunked):
     linear = PlainLinear
 
 
@@ -75,7 +75,7 @@ class OnInFloat32(PlainFull):
 
 
 @plain("indexer_reads", 2)
-class IndexerReads(int8.IndexerReads):
+class IndexerReads(quantised.IndexerReads):
     """The indexer quantises c_q by itself; its int8 values and scales are the kernel's outputs."""
 
     linear = PlainLinear
@@ -87,7 +87,7 @@ class SmoothedPartial(PlainPartial):
 
 
 @plain("half_rope", 2)
-class HalfRope(int8.HalfRope):
+class HalfRope(quantised.HalfRope):
     linear = PlainLinear
 
 

@@ -94,14 +94,7 @@ CONFIGS = {
     "counted": mf.Config(verify="off", updates="counted"),
     "checked": mf.Config(verify="off", slots="checked"),
 }
-
-
-@pytest.fixture(autouse=True)
-def fresh() -> Iterator[None]:
-    torch.manual_seed(0)
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh")
 
 
 # -- calls

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,13 +15,7 @@ from tests.catalogue import base, prologues
 from tests.exhaustive import one_in
 from tests.harness import assert_no_worse, clones, eager, exact
 
-
-@pytest.fixture(autouse=True)
-def fresh() -> Iterator[None]:
-    torch.manual_seed(0)
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh")
 
 
 class Numbered(prologues.PagedRotateHalf):
