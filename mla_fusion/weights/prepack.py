@@ -9,6 +9,7 @@ known here.
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -124,17 +125,23 @@ class _Laid(NamedTuple):
         """Returns True if memory that a parameter has left was freed, or has another user, who
         would find other numbers in it.
         """
-        memory = self.packed
         if self.program is not None:
             return False
-        is_freed = memory.untyped_storage().nbytes() < memory.nbytes
-        storage = storage_id(memory)
+        if self.packed.untyped_storage().nbytes() < self.packed.nbytes:
+            return True
+        if self._has_other_user():
+            gc.collect()  # what a compilation has left behind may hold the memory
+        return self._has_other_user()
+
+    def _has_other_user(self) -> bool:
+        """Returns True if anything but this package and the parameter holds the memory."""
+        memory, storage = self.packed, storage_id(self.packed)
         ours = cache.count_by_storage()[storage] + sum(
             storage_id(laid.packed) == storage
             for laid_out in list(_MODULES.values())
             for laid in laid_out.values()
         )
-        return is_freed or holders(memory) != holders(memory.new_empty(0)) - 1 + ours
+        return holders(memory) != holders(memory.new_empty(0)) - 1 + ours
 
 
 _MODULES: WeakKeyDictionary[nn.Module, dict[str, _Laid]] = WeakKeyDictionary()

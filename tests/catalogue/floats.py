@@ -117,7 +117,7 @@ class RowLinear(FloatLinear):
 
 
 class HifLinear(RowLinear):
-    """hifloat8, which torch holds as uquantised."""
+    """hifloat8, which torch holds as uint8."""
 
     dst_type = HIF8
 
