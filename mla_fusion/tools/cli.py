@@ -424,11 +424,10 @@ def lower(arguments: Namespace) -> int:
 )
 def inspect(arguments: Namespace) -> int:
     """Say what stands in graphs that torchair or torch dumped."""
-    paths = [existing(dump) for dump in arguments.dumps]
+    dumps = _read_dumps(arguments.dumps, arguments.graph)
     from mla_fusion.tools.inspect.summary import summarise
     from mla_fusion.tools.inspect.viewers import ExportError, export
 
-    dumps = [_read_dump(path, arguments.graph) for path in paths]
     if arguments.export:
         if len(dumps) > 1:
             raise UserError("--export takes one dump")
@@ -453,20 +452,21 @@ def diff(arguments: Namespace) -> int:
 
     Exit status 1: they differ; what differs is listed.
     """
-    paths = existing(arguments.first), existing(arguments.second)
+    dumps = _read_dumps((arguments.first, arguments.second), arguments.graph)
     from mla_fusion.tools.inspect import compare
 
     with user_errors(ValueError):
-        difference = compare.diff(*(_read_dump(path, arguments.graph) for path in paths))
+        difference = compare.diff(*dumps)
     return answer(difference, arguments, difference.equal)
 
 
-def _read_dump(path: Path, graph: int) -> Any:
-    """Returns the dump in a file. Raises UserError."""
+def _read_dumps(names: Sequence[str], graph: int) -> list[Any]:
+    """Returns the dumps in files. Raises UserError."""
+    paths = [*map(existing, names)]
     from mla_fusion.tools.dumps import DumpError, read
 
     with user_errors(DumpError):
-        return read(path, graph)
+        return [read(path, graph) for path in paths]
 
 
 @command(

@@ -30,12 +30,12 @@ MOST = 5e-2  # the largest distance between the outputs of two bfloat16 runs
 
 @dataclass(frozen=True)
 class Options:
-    """The sizes of the demo. Defaults are DeepSeek-V3's, with the heads of one rank of eight."""
+    """The sizes of the demo. Defaults are DeepSeek-V3's."""
 
-    out: Path = Path("out")
-    layers: int = 2
-    heads: int = 16
-    batch: int = 8
+    out: Path
+    layers: int
+    heads: int
+    batch: int
     hidden: int = 7168
     intermediate: int = 2048
     history: int = 100

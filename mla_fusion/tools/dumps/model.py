@@ -80,7 +80,7 @@ _BITS = re.compile(r"(?:b?float|u?int|complex|(?:hifloat|q?u?int)(?=8))(\d+)")
 class DumpError(ValueError):
     """Raised for a file that is no dump, or a damaged dump. ``line`` counts from 1."""
 
-    def __init__(self, message: str, line: int = 0, path: Path | None = None) -> None:
+    def __init__(self, message: str, line: int, path: Path | None = None) -> None:
         self.message, self.line, self.path = message, line, path
         super().__init__(f"{path or 'dump'}:{line}: {message}")
 
@@ -196,7 +196,7 @@ class Dump:
     path: Path
     format: str
     operators: list[Operator]
-    graph: str = ""
+    graph: str
     number: int = 1
     graphs: int = 1
 

@@ -16,8 +16,6 @@ from mla_fusion.tools.dumps import Dump, read, rebuild_fx
 from mla_fusion.tools.dumps.model import NotRebuilt
 from mla_fusion.tools.inspect.operator_kinds import is_prologue
 
-__all__ = ["DumpReport", "NotRebuilt", "explain", "explain_dump"]
-
 _NO_LISTING = (
     "this is a GE graph, and the pass reads the FX graph that it was made from. Compile once more "
     "with TORCH_COMPILE_DEBUG=1 in the environment: torchair then writes the FX listing "

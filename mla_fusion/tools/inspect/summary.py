@@ -48,7 +48,7 @@ class Prologue:
     type: str
     inputs: tuple[Input, ...]
     attributes: Attributes
-    source: str = ""
+    source: str
 
 
 @dataclass

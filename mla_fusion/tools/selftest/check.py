@@ -71,6 +71,11 @@ def check_call(call: Call, device: Device, through: str) -> Result:
     An exception of the call becomes the result's problem: a refusal by the device is a finding.
     """
     result, arguments = Result(call.name, through), call.make()
+
+    def step(given: Arguments) -> Any:
+        """Calls the operator. The arguments are inputs of a graph, if it goes through one."""
+        return getattr(torch.ops.npu, call.op)(**given)
+
     try:
         meta.check(
             call.op, soc=device.soc, cann=device.cann, path=through, values=True, **arguments
@@ -79,7 +84,8 @@ def check_call(call: Call, device: Device, through: str) -> Result:
             name: device.place(value, name in _NZ) if isinstance(value, Tensor) else value
             for name, value in arguments.items()
         }
-        results = _by_name(call.results, _operator(call, through)(on_device))
+        run = step if through == "eager" else _compiled(step)
+        results = _by_name(call.results, run(on_device))
         after = _by_name(call.caches, [on_device[name] for name in call.caches])
     except Exception as error:
         result.problems.append(f"{type(error).__name__}: {error}")
@@ -98,18 +104,6 @@ def check_call(call: Call, device: Device, through: str) -> Result:
         if expected[name].numel():
             _compare_cache(result, name, arguments, after[name], expected[name])
     return result
-
-
-def _operator(call: Call, through: str) -> Callable[[Arguments], Any]:
-    """Returns the operator as a function of its arguments by name: the inputs of a graph, if the
-    call goes through one.
-    """
-
-    def step(arguments: Arguments) -> Any:
-        """Calls the operator."""
-        return getattr(torch.ops.npu, call.op)(**arguments)
-
-    return step if through == "eager" else _compiled(step)
 
 
 def _compiled(step: Callable[..., Any], config: Config | None = None) -> Callable[..., Any]:
