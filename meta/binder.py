@@ -230,7 +230,7 @@ class Binder:
         bad = slots >= end
         if least is not None:
             bad |= slots < least
-        if bool(bad.any()):
+        if bad.any():
             self.refuse(f"values.{name}.range", name, f"{expected} = {end}", int(slots[bad][0]))
         rows = slots[slots >= 0].sort().values
         repeated = rows[1:][rows.diff() == 0]

@@ -7,7 +7,7 @@ on request the values that the device does not check.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any
 
 import torch
 from mla_fusion.meta import layout, spec
@@ -221,7 +221,7 @@ class Call(Binder):
         block_num, block_size = full["kv_cache"].shape[:2]
         if ends is not None:
             lengths = torch.diff(ends.long(), prepend=ends.new_zeros(1, dtype=torch.int64))
-            if len(lengths) == 0 or bool((lengths < 0).any()) or int(ends[-1]) != self.dims["T"]:
+            if len(lengths) == 0 or (lengths < 0).any() or int(ends[-1]) != self.dims["T"]:
                 expected = f"inclusive prefix sums ending at T = {self.dims['T']}"
                 self.refuse("values.actual_seq_len", "actual_seq_len", expected, ends.tolist())
             blocks = int(((lengths + block_size - 1) // block_size).sum())
@@ -278,7 +278,7 @@ def bound(
     if name in OTHERS:
         other = OTHERS[name](complete(name, arguments))
         other.check(soc, cann, values)
-        return cast("Binder", other)
+        return other
     call = checked(op, soc, cann, path, arguments)
     if values:
         call.values()

@@ -175,7 +175,7 @@ def _relative_error(want: Tensor, got: Tensor) -> float:
     """
     want, got = (value.to(torch.complex128) for value in (want, got))
     differ = (want != got) & ~(want.isnan() & got.isnan())
-    if not bool(differ.any()):
+    if not differ.any():
         return 0.0
     largest = want.abs().nan_to_num(0.0, 0.0).max().clamp_min(1e-30)
     return float((want - got)[differ].abs().max() / largest)

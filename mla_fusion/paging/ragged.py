@@ -40,7 +40,7 @@ def positive_size(name: str, size: int) -> None:
 
 def require(name: str, holds: Tensor, expected: str, values: Tensor) -> None:
     """Raises ContractError with the first of ``values`` whose element of ``holds`` is False."""
-    if not bool(holds.all()):
+    if not holds.all():
         refuse(name, expected, int(values.expand_as(holds)[~holds][0]))
 
 
@@ -54,7 +54,7 @@ def offsets(name: str, tensor: Tensor) -> Tensor:
 
 def prefix_sums(name: str, starts: Tensor, end: int) -> None:
     """Raises ContractError unless ``starts`` never decreases from 0 to ``end``."""
-    if int(starts[0]) != 0 or int(starts[-1]) != end or bool((starts.diff() < 0).any()):
+    if int(starts[0]) != 0 or int(starts[-1]) != end or (starts.diff() < 0).any():
         refuse(name, f"prefix sums from 0 to {end}", starts.tolist())
 
 

@@ -108,7 +108,7 @@ def audit(
     }
     expected = [values_of(reference, draw) for draw in draws.values()]
     outputs = [value for name, value in expected[0].after.items() if name.startswith("output")]
-    if outputs and not any(bool((value.isfinite() & (value != 0)).any()) for value in outputs):
+    if outputs and not any((value.isfinite() & (value != 0)).any() for value in outputs):
         raise ValueError(
             "inputs: the reference returns no finite number but 0 on them, which shows nothing"
         )

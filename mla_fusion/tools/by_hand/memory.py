@@ -189,7 +189,7 @@ def relative_errors(expected: Values, actual: Values) -> dict[str, float]:
         if before is not None and before.shape == value.shape == other.shape:
             start = _rows(actual.before.get(name, other))
             changed = (_differs(rows, _rows(before)) | _differs(other_rows, start)).any(-1)
-            if not bool(changed.any()):
+            if not changed.any():
                 continue
             rows, other_rows = rows[changed], other_rows[changed]
         errors[name] = relative_error(rows, other_rows)
@@ -215,11 +215,11 @@ def relative_error(expected: Tensor, actual: Tensor) -> float:
     """
     expected, actual = _rows(expected), _rows(actual)
     odd = ~(expected.isfinite() & actual.isfinite())
-    if bool(_differs(expected, actual)[odd].any()):
+    if _differs(expected, actual)[odd].any():
         return math.inf
     expected, actual = expected.masked_fill(odd, 0.0), actual.masked_fill(odd, 0.0)
     off, size = (actual - expected).square().sum(-1), expected.square().sum(-1)
-    if not bool(off.any()):
+    if not off.any():
         return 0.0
     of_all = (off.sum() / size.sum().clamp_min(1e-60)).sqrt()
     of_rows = torch.where(off == 0, 0.0, (off / size.clamp_min(1e-60)).sqrt())
