@@ -225,8 +225,8 @@ class Attention(Binder):
 
     def check_sizes(self) -> None:
         dims = self.dims
-        heads = (0, 1) if known(dims["N"] == 1) else (1,)  # 0: the number of query's heads
-        self.pick("num_key_value_heads", heads)
+        # 0: the number of query's heads
+        self.pick("num_key_value_heads", (0, 1) if known(dims["N"] == 1) else (1,))
         for axis in dims:
             most = MOST.get(axis, "") if "T" in dims else ""
             self.within(axis, f"1..{most}", f" in {self.layout}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from math import prod
-from typing import Any, cast
+from typing import Any
 
 import torch
 from mla_fusion.meta.binder import Binder, Result
@@ -63,7 +63,7 @@ def infer(op: str, *, cann: str = "latest", path: str = "graph", **arguments: An
     operator = operator_named(op)
     full = complete(operator.name, arguments)
     if operator.name in OTHERS:
-        return cast("list[Result]", OTHERS[operator.name](full).results())
+        return OTHERS[operator.name](full).results()
     releases = known_releases(cann)
     absent = (0,) if "8.5" in releases else (1,)
     bound = Binder(operator, INFERSHAPE, full)

@@ -79,8 +79,7 @@ class KeyCall(Binder):
         values  True to read the slots too
         """
         if SINCE.get(soc) not in known_releases(cann):
-            expected = "A2, A3, or A5 from CANN 8.5 on"
-            self.refuse("soc", "soc", expected, f"{soc}, CANN {cann}")
+            self.refuse("soc", "soc", "A2, A3, or A5 from CANN 8.5 on", f"{soc}, CANN {cann}")
         self.check_form()
         self.check_tensors(soc)
         self.check_sizes(soc, cann)

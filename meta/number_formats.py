@@ -79,7 +79,7 @@ def of_dst_type(dst_type: int | None, in_blocks: bool = False) -> NumberFormat |
 
 def of_product(
     dtypes: Sequence[torch.dtype],
-    numbers: Sequence[int | None] = (None, None),
+    numbers: Sequence[int | None],
     scales: Sequence[tuple[torch.dtype, int | None] | None] = (None, None),
     group_sizes: Sequence[int] | None = None,
 ) -> NumberFormat | None:
@@ -97,8 +97,7 @@ def of_product(
     if not in_blocks and (True in are_e8m0 or any(groups)):
         return None
     for form in FORMATS:
-        operand = form.element, form.number, form.in_blocks
-        if operand == (dtypes[0], numbers[0], in_blocks):
+        if (form.element, form.number, form.in_blocks) == (dtypes[0], numbers[0], in_blocks):
             return form
     return None
 

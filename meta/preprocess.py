@@ -74,7 +74,7 @@ class Preprocess(Binder):
         for name in OPTIONAL:
             if full[name] is not None and tuple(full[name].shape) == (0,):
                 self.full[name] = None
-        for name, names in (("cache_mode", tuple(CACHE_FORMS)), ("quant_mode", QUANT_MODES)):
+        for name, names in (("cache_mode", CACHE_FORMS), ("quant_mode", QUANT_MODES)):
             if full[name] is None:
                 self.full[name] = DEFAULTS[name]
             self.pick(name, names, code=f"{name}.unknown")
@@ -155,19 +155,17 @@ class Preprocess(Binder):
         self.sizes(name, shape, sizes)
 
     def check_sizes(self) -> None:
-        full, hidden = self.full, self.dims["H"]
+        full = self.full
         if full["cache_mode"] == "kvcache":
             expected = "krope_ctkv, int8_nzcache or nzcache: torch does not offer mode 0"
             self.refuse("cache_mode.torch", "cache_mode", expected, "kvcache")
         for row in _SIZES.strip().splitlines():
             self.within(*row.split())
         # the kernel for other hidden sizes and unquantised weights has a single mode
-        other = different(hidden, ATB_HIDDEN)
-        if other or full["wdqkv"].dtype != torch.int8:
+        if different(self.dims["H"], ATB_HIDDEN) or full["wdqkv"].dtype != torch.int8:
             why = f" with H other than {ATB_HIDDEN} or weights that are not int8"
             self.pick("quant_mode", (STATIC,), why, "quant_mode.kernel")
-        block = self.dims["BlockSize"]
-        if not known(block == 256):
+        if not known(self.dims["BlockSize"] == 256):
             self.within("BlockSize", "1..128", ", or 256")
 
     def check_slots(self) -> None:

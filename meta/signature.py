@@ -16,7 +16,7 @@ from mla_fusion.meta.prolog import PROLOGS, Operator
 
 # Operators beside the prologue. A function makes a `Binder` of every argument by name; its methods
 # `check` and `results` are `mla_fusion.meta.check` and `infer` of that operator.
-OTHERS: dict[str, Callable[[Mapping[str, Any]], Any]] = {
+OTHERS: dict[str, Callable[[Mapping[str, Any]], Attention | Preprocess | key_operator.KeyCall]] = {
     ATTENTION.name: Attention,
     ATB.name: Preprocess,
     **{
