@@ -141,7 +141,7 @@ class Adapted:
         report: Report,
         checks: Sequence[SlotCheck],
     ) -> None:
-        self.compiled, self.checks = compiled, tuple(checks)
+        self.compiled, self.checks = compiled, checks
         self.weights = Weights([item for item in adaptors if isinstance(item, Packed)])
         # the report, until a first call has shown how many bytes packed weights add
         self._open_report = report if self.weights.wanted else None

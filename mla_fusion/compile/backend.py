@@ -104,9 +104,12 @@ class Backend:
             obstacle = "the compiler_config given to mla_fusion.backend holds the mode"
         package = _package(mode, obstacle)
         with store.write_reports_into(self.report):
-            if on_npu:
-                return counting(self._with_torchair(gm, inputs, config, package), inputs)
-            return counting(_with_cpu(gm, inputs, config), inputs)
+            compiled = (
+                self._with_torchair(gm, inputs, config, package)
+                if on_npu
+                else _with_cpu(gm, inputs, config)
+            )
+        return counting(compiled, inputs)
 
     @property
     def keywords(self) -> Any:

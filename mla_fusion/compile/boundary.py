@@ -272,11 +272,7 @@ class BoundaryBuilder(GraphBuilder):
         numbers = [node for node in self._originals if is_size(node)]
         copies = {node: graph.node_copy(node) for node in numbers}
         by_value = {expression_of(node.meta["val"]): copies[node] for node in numbers}
-        steps = nodes_between(numbers, leaves)
-        inputs = [node for node in self._originals if node in steps]
-        for node in inputs:
-            copies[node] = graph.node_copy(node)
-        for node in sorted(steps.difference(inputs)):
+        for node in sorted(nodes_between(numbers, leaves)):
             value = value_of(node)
             if is_symbolic(value) and expression_of(value) in by_value:
                 copies[node] = by_value[expression_of(value)]

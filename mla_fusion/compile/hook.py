@@ -76,8 +76,13 @@ class TorchairPass:
         self._function()(gm, example_inputs, config)
 
     def _function(self) -> FunctionType:
-        """Returns the generated function."""
-        return _generate(self._config, _surroundings(self._config))
+        """Returns the function that is generated for the configuration, and for all else that
+        graphs depend on.
+        """
+        machine, torch_npu = self._config.machine, sys.modules.get("torch_npu")
+        release = str(getattr(torch_npu, "__version__", ""))
+        surroundings = machine.soc, machine.cann, release, _sources(), registered.digest()
+        return _generate(self._config, surroundings)
 
     @property
     def __code__(self) -> CodeType:
@@ -109,13 +114,6 @@ class TorchairPass:
 def _hook(config: Config) -> TorchairPass:
     """Returns the hook of a configuration."""
     return TorchairPass(config)
-
-
-def _surroundings(config: Config) -> tuple[str, ...]:
-    """Returns what graphs depend on, besides the configuration."""
-    machine, torch_npu = config.machine, sys.modules.get("torch_npu")
-    release = str(getattr(torch_npu, "__version__", ""))
-    return machine.soc, machine.cann, release, _sources(), registered.digest()
 
 
 @cache

@@ -87,13 +87,10 @@ def _keep_returned_copies(graph: Graph) -> None:
 
 def _upward_through(node: Node, noops: Collection[Any]) -> Iterator[Node]:
     """Yields the node, and the nodes above it through views and ``noops``."""
-
-    def above(current: Node) -> list[Node]:
-        """Returns the operands if the node keeps all elements."""
-        passes = is_view(current) or current.target in noops
-        return current.all_input_nodes if passes else []
-
-    return reached([node], above)
+    return reached(
+        [node],
+        lambda node: node.all_input_nodes if is_view(node) or node.target in noops else (),
+    )
 
 
 def _functional_calls(graph: Graph) -> list[tuple[Node, dict[int, Any]]]:

@@ -93,12 +93,11 @@ def backend(
 def compile_graph(mode: str, config: Any, gm: GraphModule, inputs: list[Any]) -> Compiled:
     """Runs torchair's graph compiler (passes, converters, GE graph passes) on an AOT graph."""
     runner = package(mode).get_compiler(config)(gm, inputs).runner
-    if mode != "ge":
-        return Compiled(runner.fx_graph, None, "", runner)
-    utils = import_module("torchair._ge_concrete_graph.utils")
-    return Compiled(
-        runner.fx_graph, runner.graph._proto, str(utils.convert_to_pbtxt(runner.graph)), runner
-    )
+    proto, text = None, ""
+    if mode == "ge":
+        utils = import_module("torchair._ge_concrete_graph.utils")
+        proto, text = runner.graph._proto, str(utils.convert_to_pbtxt(runner.graph))
+    return Compiled(runner.fx_graph, proto, text, runner)
 
 
 def has_converter(target: Any) -> bool:
