@@ -121,11 +121,10 @@ def provide() -> None:
         for name in missing:
             library.define(schemas[name])
         for name in schemas:
-            _add_kernel(library, name, "CPU", _lazy("mla_fusion.reference", name))
             _add_kernel(library, name, "Meta", _lazy("mla_fusion.reference.shapes", name))
             if name in _IN_PLACE and name in missing:
                 _add_kernel(library, name, "Functionalize", _functionalize(name))
-        for name in _KERNELS_ALONE:
+        for name in (*schemas, *_KERNELS_ALONE):
             if compat.has_schema(f"{namespace}::{name}"):
                 _add_kernel(library, name, "CPU", _lazy("mla_fusion.reference", name))
     for packet in _withdrawn:

@@ -29,8 +29,10 @@ def follow(builder: GraphBuilder, old_graph: Graph, keeps_strides: bool) -> None
     """
     graph = builder.gm.graph
     before, after = leaving(old_graph), leaving(graph)
-    if not _in_one_mode([*old_graph.find_nodes(op="placeholder"), *before]):
-        return  # nothing says which of them share memory
+    values = map(value_of, (*old_graph.find_nodes(op="placeholder"), *before))
+    tensors = (value for value in values if isinstance(value, torch.Tensor))
+    if len({id(getattr(tensor, "fake_mode", None)) for tensor in tensors}) > 1:
+        return  # nothing says which tensors of different modes share memory
     # behind the inputs of the old graph, the source may have parts of pools
     inputs = zip(
         *(graph.find_nodes(op="placeholder") for graph in (old_graph, builder.source)), strict=False
@@ -50,8 +52,8 @@ def follow(builder: GraphBuilder, old_graph: Graph, keeps_strides: bool) -> None
             other = first.setdefault(memory, place)
             if keeps_strides and _root(after[other]) is not _root(after[place]):
                 _as_view(builder, before, after, other, place)
-    values, end = iter(after), graph.output_node()
-    end.args = map_arg(end.args, lambda _: next(values))
+    results, end = iter(after), graph.output_node()
+    end.args = map_arg(end.args, lambda _: next(results))
 
 
 def leaving(graph: Graph) -> list[Node]:
@@ -93,9 +95,3 @@ def _steps_between(base: Node, view: Node) -> list[Node] | None:
 def _root(node: Node) -> Node:
     """Returns the node whose memory a node lies in."""
     return origin(node, lambda view: viewed_by(view, True))
-
-
-def _in_one_mode(nodes: Sequence[Node]) -> bool:
-    """Returns True if the tensors of nodes are fake in the same mode, or all real."""
-    tensors = [value for value in map(value_of, nodes) if isinstance(value, torch.Tensor)]
-    return len({id(getattr(tensor, "fake_mode", None)) for tensor in tensors}) <= 1

@@ -219,9 +219,7 @@ def _ge_copy_warnings(plan: Plan) -> Iterator[str]:
 
 def _is_written_back(plan: Plan, cache: Node) -> bool:
     """Returns True if the model writes this input. False: it returns a new cache."""
-    if cache in plan.graph.hidden:
-        return True
-    if any(is_copy_into(user, cache) for user in cache.users):
+    if cache in plan.graph.hidden or any(is_copy_into(user, cache) for user in cache.users):
         return True
     written = {write.value for write in plan.caches.writes.values() if write.cache is cache}
     return any(

@@ -65,7 +65,12 @@ def release(parameters: Iterable[Tensor] | nn.Module) -> int:
     Raises TypeError for anything else.
     """
     if isinstance(parameters, nn.Module):
-        _unfollow(parameters)
+        with _LOCK:
+            _MODELS.discard(parameters)
+            for module in parameters.modules():
+                if module in _LOADING:
+                    _LOADING.pop(module).remove()
+            _remove_shared_hooks()
         parameters = _tensors(parameters)
     tensors = [*parameters] if isinstance(parameters, Iterable) else [parameters]
     if isinstance(parameters, Tensor) or not all(isinstance(one, Tensor) for one in tensors):
@@ -91,15 +96,6 @@ def follow(model: nn.Module, owners: Iterable[nn.Module]) -> None:
                 if name in vars(kind) and (kind, name) not in _usual:
                     _usual[kind, name] = vars(kind)[name]
                     setattr(kind, name, _refreshing(_usual[kind, name]))
-
-
-def _unfollow(model: nn.Module) -> None:
-    with _LOCK:
-        _MODELS.discard(model)
-        for module in model.modules():
-            if module in _LOADING:
-                _LOADING.pop(module).remove()
-        _remove_shared_hooks()
 
 
 def _remove_shared_hooks() -> None:

@@ -60,7 +60,7 @@ class Rounds:
     previous  rounds over the same sources, which these continue
     """
 
-    def __init__(self, watched: Sequence[Watched], previous: Rounds | None = None) -> None:
+    def __init__(self, watched: Sequence[Watched], previous: Rounds | None) -> None:
         self._shares = [
             (each, number) for each in watched for number in range(len(each.source.content))
         ]

@@ -232,7 +232,7 @@ def arguments_of(
     complex_tables: bool,
     *,
     batch: int = 1,
-    tokens: int = TOKENS,
+    tokens: int,
     length: int | None = None,
 ) -> dict[str, Any]:
     """Returns the arguments that the signature of the module's forward has, without its cache.
