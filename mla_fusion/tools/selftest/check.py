@@ -71,11 +71,6 @@ def check_call(call: Call, device: Device, through: str) -> Result:
     An exception of the call becomes the result's problem: a refusal by the device is a finding.
     """
     result, arguments = Result(call.name, through), call.make()
-
-    def step(given: Arguments) -> Any:
-        """Calls the operator. The arguments are inputs of a graph, if it goes through one."""
-        return getattr(torch.ops.npu, call.op)(**given)
-
     try:
         meta.check(
             call.op, soc=device.soc, cann=device.cann, path=through, values=True, **arguments
@@ -84,8 +79,7 @@ def check_call(call: Call, device: Device, through: str) -> Result:
             name: device.place(value, name in _NZ) if isinstance(value, Tensor) else value
             for name, value in arguments.items()
         }
-        run = step if through == "eager" else _compiled(step)
-        results = _by_name(call.results, run(on_device))
+        results = _by_name(call.results, _operator(call, through)(on_device))
         after = _by_name(call.caches, [on_device[name] for name in call.caches])
     except Exception as error:
         result.problems.append(f"{type(error).__name__}: {error}")
@@ -104,6 +98,18 @@ def check_call(call: Call, device: Device, through: str) -> Result:
         if expected[name].numel():
             _compare_cache(result, name, arguments, after[name], expected[name])
     return result
+
+
+def _operator(call: Call, through: str) -> Callable[[Arguments], Any]:
+    """Returns the operator as a function of its arguments by name: the inputs of a graph, if the
+    call goes through one.
+    """
+
+    def step(arguments: Arguments) -> Any:
+        """Calls the operator."""
+        return getattr(torch.ops.npu, call.op)(**arguments)
+
+    return step if through == "eager" else _compiled(step)
 
 
 def _compiled(step: Callable[..., Any], config: Config | None = None) -> Callable[..., Any]:
@@ -146,8 +152,8 @@ def check_prologue(name: str, device: Device) -> Result:
     The check passes if the errors are at most those of the unfused bfloat16 run, within chance, and
     the other rows keep their bits.
     """
-    options, (model, inputs) = FUSED[name], example()
-    config = Config(soc=device.soc, cann=device.cann, **options)
+    model, inputs = example()
+    config = Config(soc=device.soc, cann=device.cann, **FUSED[name])
     result, on_device = Result(name, "fused"), [device.place(tensor) for tensor in inputs]
     try:
         compiled = _compiled(copy.deepcopy(model).to(device.kind), config)
@@ -169,8 +175,7 @@ def check_prologue(name: str, device: Device) -> Result:
             is_other = torch.ones(len(runs[0]), dtype=torch.bool).index_fill(0, slots, False)
             result.check_other_rows(runs[0][is_other], runs[1][is_other])
             runs = [run[slots] for run in runs]
-        problem = excess_error(*runs)
-        result.comparisons.append(Comparison(output, distance(*runs[1:]), 0.0, problem))
+        result.comparisons.append(Comparison(output, distance(*runs[1:]), 0.0, excess_error(*runs)))
     return result
 
 
