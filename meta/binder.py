@@ -124,8 +124,7 @@ class Binder:
         axes, actual = shape.split(), list(self.full[name].shape)
         sizes = tuple(actual) if logical is None else logical
         if len(sizes) != len(axes):
-            expected = f"[{', '.join(axes)}]"
-            self.refuse(f"rank.{name}", name, expected, f"{len(actual)}-D {actual}")
+            self.refuse(f"rank.{name}", name, f"[{', '.join(axes)}]", f"{len(actual)}-D {actual}")
         for axis, size in zip(axes, sizes, strict=True):
             if axis == "*":
                 continue
@@ -190,8 +189,7 @@ class Binder:
     ) -> None:
         """Refuses caches that are not `layout.writable`."""
         for name in names:
-            tensor = self.full[name]
-            if not writable(tensor, first_axis_free=first_axis_free, ones_free=ones_free):
+            if not writable(self.full[name], first_axis_free=first_axis_free, ones_free=ones_free):
                 self.refuse_strides(name, expected)
 
     def contiguous_but(self, written: Collection[str], source: str = "") -> None:

@@ -102,8 +102,7 @@ class Call(Binder):
             self._check_tensor("kr_cache", f"{self.mode.cache} Dr", self.cache.kr)
         elif different(self.full["kr_cache"].numel(), 0):
             expected = "an empty tensor: the rope part is in kv_cache"
-            shape = list(self.full["kr_cache"].shape)
-            self.refuse("shape.kr_cache", "kr_cache", expected, shape)
+            self.refuse("shape.kr_cache", "kr_cache", expected, list(self.full["kr_cache"].shape))
         elif self.allowed:
             int8 = [torch.int8] if self.wq in self.allowed.empty_kr_int8 else []
             self.dtype("kr_cache", torch.bfloat16, *int8)

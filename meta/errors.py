@@ -37,6 +37,7 @@ class ContractError(ValueError):
 def known_name(argument: str, value: object, names: Collection[str], **context: Any) -> str:
     """Returns the value. Raises ContractError ``<argument>`` unless it is among these names."""
     if not isinstance(value, str) or value not in names:
-        expected = "one of " + ", ".join(names)
-        raise ContractError(argument, argument, expected, repr(value), **context)
+        raise ContractError(
+            argument, argument, f"one of {', '.join(names)}", repr(value), **context
+        )
     return value

@@ -177,9 +177,8 @@ def explain_call(
     for name, (shape, dtype) in results.items():
         if name not in CACHES and len(shape) > 1:  # others are absent
             activations += prod(shape) * dtype.itemsize
-    rows = sum(_row_bytes(call, name) for name in CACHES)
     written = sum(step.other_bytes for step in steps if step.name.startswith("write"))
-    mode, has_lengths = full["cache_mode"], full.get("actual_seq_len") is not None
+    mode = full["cache_mode"]
     return CallExplanation(
         op,
         soc,
@@ -187,8 +186,8 @@ def explain_call(
         f"weights: {call.weights.title}; cache: {call.cache.title} "
         f"(weight_quant_mode {call.wq}, kv_cache_quant_mode {call.kv}), {mode}",
         dims,
-        tiling_key(cann, call.wq, call.kv, mode, dims, has_lengths),
-        Cost(1, flops, weights, activations, rows),
+        tiling_key(cann, call.wq, call.kv, mode, dims, full.get("actual_seq_len") is not None),
+        Cost(1, flops, weights, activations, sum(_row_bytes(call, name) for name in CACHES)),
         Cost(len(steps), flops, weights, unfused_bytes - written, written),
         steps,
     )

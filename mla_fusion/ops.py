@@ -149,8 +149,7 @@ def _lazy(module: str, name: str) -> Callable[..., Any]:
     """Returns a kernel of a module, which is imported on the first call."""
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        kernels = import_module(module)
-        return getattr(kernels, name.replace(".", "_"))(*args, **kwargs)
+        return getattr(import_module(module), name.replace(".", "_"))(*args, **kwargs)
 
     return kernel
 

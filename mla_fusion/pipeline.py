@@ -204,9 +204,8 @@ class Pass:
                 plan = self._planner.plan(proposal)
                 self._record.check_gain(plan)
                 self._clock.stop("plan")
-                outcome = self._verifier.verify(plan)
+                outcomes[plan] = self._verifier.verify(plan)
                 self._clock.stop("verify")
-                outcomes[plan] = outcome
                 if isinstance(plan.caches, InPlace):
                     self._planner.taken_writes.update(
                         write.value for write in plan.caches.writes.values()

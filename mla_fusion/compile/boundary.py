@@ -120,8 +120,9 @@ class BoundaryBuilder(GraphBuilder):
             return recipe(self)
         if program is None:
             return self.value(result)
-        names = tuple(map(label, sources))
-        packing = Packed(program, self._config.updates, exact, positions, names)
+        packing = Packed(
+            program, self._config.updates, exact, positions, tuple(map(label, sources))
+        )
         # equal programs have equal signatures: layers that share parameters share the weight
         key = packing.signature, positions
         weight = self._input(f"packed_{name}", key, packing, result.meta["val"])
@@ -305,13 +306,12 @@ class BoundaryBuilder(GraphBuilder):
             assert isinstance(packing, Packed)
             sources = [self._originals[place].meta["val"] for place in packing.positions]
             tensors = [source for source in sources if isinstance(source, Tensor)]
-            is_view = storage_id(value) in map(storage_id, tensors)
             yield PackedWeight(
                 name,
                 packing,
                 value,
                 tensors[0] if len(sources) == len(tensors) == 1 else None,
-                is_view,
+                storage_id(value) in map(storage_id, tensors),
             )
 
 

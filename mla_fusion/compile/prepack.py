@@ -71,12 +71,12 @@ class Prepacked:
         """Returns a summary, and a paragraph for each packed weight."""
         done = "would be laid out" if self.is_plan else "laid out"
         copies = sum(row.kind != "view" for row in self.rows)
-        before, after = size(self.bytes_before), size(self.bytes_after)
         lines = [f"prepack: {self.laid_out} of {len(self.rows)} packed weights {done}"]
         if not self.laid_out:
             lines.append("  nothing to change: what can be a view of its packed weight is one")
         lines += [
-            f"  parameters and buffers   {before} before, {after} after",
+            f"  parameters and buffers   {size(self.bytes_before)} before, "
+            f"{size(self.bytes_after)} after",
             f"  peak over the end        {size(self.peak_over_end)}",
             f"  copies at the first call {size(self.bytes_copied)}, of {copies} packed weights",
         ]

@@ -131,8 +131,9 @@ class Builder(ABC):
     def permuted(self, value: Any, order: Sequence[int]) -> Any:
         """Returns a value with its axes in this order."""
         order = list(order)
-        is_same = order == sorted(order)
-        return value if is_same else self.call(aten.permute.default, value, order)
+        if order == sorted(order):
+            return value
+        return self.call(aten.permute.default, value, order)
 
     def transposed(self, value: Any) -> Any:
         """Returns a value with its last two axes exchanged."""
@@ -276,8 +277,7 @@ class GraphBuilder(Builder):
             return None
         with without_modes():
             view = torch.empty(tuple(sizes), dtype=tensor.dtype, device="meta")
-            storage, offset = tensor.untyped_storage(), tensor.storage_offset()
-            view.set_(storage, offset, view.shape, view.stride())
+            view.set_(tensor.untyped_storage(), tensor.storage_offset(), view.shape, view.stride())
             return FakeTensor(self._fake_mode, view, tensor.device)
 
     def shape(self, value: Node) -> Sequence[Any]:
@@ -319,7 +319,7 @@ class GraphBuilder(Builder):
                     return self._asked(self.value(node), size)
         if number in self._size_nodes and number.is_Symbol:
             return self.value(self._size_nodes[number])
-        operation, parts = _OPERATIONS.get(number.func), number.args
+        operation = _OPERATIONS.get(number.func)
         if operation is None:
             raise LookupError(f"no node of the graph, and no input, has the size {number}")
 
@@ -328,7 +328,7 @@ class GraphBuilder(Builder):
             values = map_arg((left, right), value_of)
             return self.insert(operation, (left, right), {}, operation(*values))
 
-        return reduce(calculated, map(self._computed, parts))
+        return reduce(calculated, map(self._computed, number.args))
 
     def _asked(self, of: Node | None, size: torch.SymInt) -> Node | None:
         """Returns a new node that asks ``of`` for a size; None if it has no such size."""

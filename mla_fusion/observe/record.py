@@ -52,7 +52,6 @@ class Record:
         """
         leaves = leftovers_of(plan)
         gain = seconds_saved(plan, leaves, self._config.machine)
-        warnings = (*plan.warnings, *_ge_copy_warnings(plan))
         self._report.fused.append(
             Fusion(
                 layer=self._layer(plan.products),
@@ -65,7 +64,7 @@ class Record:
                 operators_before=count_replaced(plan),
                 operators_after=1 + sum(item.launches for item in leaves),
                 saves="" if gain is None else f"up to {max(gain, 0) * 1e6:.0f} us less a call",
-                warnings=tuple(map(self._labels, warnings)),
+                warnings=tuple(map(self._labels, (*plan.warnings, *_ge_copy_warnings(plan)))),
                 rope=_describe_rotation(plan),
                 attributes=plan.attributes,
                 replaced={
@@ -109,14 +108,13 @@ class Record:
             code, detail = "skip", f"layer {layer} matches {skip_entry!r}; {detail}"
         elif self._config.skips(code):
             code, detail = "skip", f"{code} is in Config.skip; {detail}"
-        sources = map(module_path.source, (*nodes, *site_nodes))
         self._report.rejected.append(
             Rejection(
                 code=code,
                 message=message(code, self._labels(detail)),
                 nodes=tuple(node.name for node in nodes),
                 layer=layer,
-                source=next(filter(None, sources), ""),
+                source=next(filter(None, map(module_path.source, (*nodes, *site_nodes))), ""),
                 score=departure.score,
             )
         )

@@ -16,8 +16,7 @@ _FRACTAL_BYTES = 32
 
 def nd_to_nz(cache: Tensor) -> Tensor:
     """Returns a copy of a PA_BSND cache as the PA_NZ cache of the same rows."""
-    block_size, pieces, c0 = _sizes(cache)
-    return _swap_axes(cache, block_size, pieces, c0)
+    return _swap_axes(cache, *_sizes(cache))
 
 
 def nz_to_nd(cache: Tensor) -> Tensor:

@@ -102,7 +102,9 @@ def _packed(
         copies[node] = graph.node_copy(node, copies.__getitem__)
     graph.output(copies[steps[-1]])
     inputs = _inputs_of(steps)
-    positions = tuple(map(sources.index, inputs))
-    names = tuple(map(label, inputs))
-    program = GraphModule(gm, graph, "PackWeight")
-    return Packed(program, config.updates, positions=positions, names=names)
+    return Packed(
+        GraphModule(gm, graph, "PackWeight"),
+        config.updates,
+        positions=tuple(map(sources.index, inputs)),
+        names=tuple(map(label, inputs)),
+    )

@@ -587,9 +587,8 @@ def selftest(arguments: Namespace) -> int:
     from mla_fusion.tools import selftest
     from mla_fusion.tools.selftest.device import choose
 
-    device = choose(arguments.device, arguments.soc, arguments.cann)
     outcome = selftest.run(
-        device,
+        choose(arguments.device, arguments.soc, arguments.cann),
         arguments.only,
         lambda check: print(f"{check.name} ({check.through})", file=sys.stderr, flush=True),
     )

@@ -120,8 +120,7 @@ def run(options: Options) -> Outcome:
 
     def say(message: str) -> None:
         """Prints a stage, with the seconds since the start."""
-        seconds = perf_counter() - start
-        print(f"[{seconds:6.1f} s] {message}", file=sys.stderr, flush=True)
+        print(f"[{perf_counter() - start:6.1f} s] {message}", file=sys.stderr, flush=True)
 
     out = options.out
     out.mkdir(parents=True, exist_ok=True)

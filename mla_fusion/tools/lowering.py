@@ -221,8 +221,7 @@ def _correct_placements(report: Report, lowered: Graph) -> None:
     if len(calls) != len(report.fused):
         return  # the model has calls of its own: which call is a fusion's is unknown
     for place, (fusion, call) in enumerate(zip(report.fused, calls, strict=True)):
-        is_functional = op_name(call).endswith("_functional")
-        if not is_functional or fusion.placement != "in place":
+        if not op_name(call).endswith("_functional") or fusion.placement != "in place":
             continue
         caches = (origin(call.args[at], views_and_model_casts) for at in _CACHES)
         inputs = sorted(cache.name for cache in caches if cache.op == "placeholder")

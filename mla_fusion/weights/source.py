@@ -139,8 +139,8 @@ def place(value: object) -> object:
     """Returns where a tensor lies, and how. A number is returned as it is."""
     if not isinstance(value, Tensor):
         return value
-    offset, shape = value.storage_offset(), tuple(value.shape)
-    return storage_id(value), offset, shape, value.stride(), value.dtype
+    shape = tuple(value.shape)
+    return storage_id(value), value.storage_offset(), shape, value.stride(), value.dtype
 
 
 class Source:

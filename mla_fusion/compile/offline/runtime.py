@@ -272,8 +272,7 @@ def _stop_torchair() -> None:
     backend.__dict__["_cached_device_id"] = 0
     for name in ("torchair.core._backend", "torchair._ge_concrete_graph.fx2ge_converter"):
         import_module(name).initialize_graph_engine = _nothing  # type: ignore[attr-defined]
-    compat_ir = import_module("torchair._ge_concrete_graph.compat_ir")
-    compat_ir.__dict__["is_cann_compat"] = _nothing
+    import_module("torchair._ge_concrete_graph.compat_ir").__dict__["is_cann_compat"] = _nothing
     _refuse_execution(import_module("torchair.npu_fx_compiler"))
     import_module("npugraph_ex").get_npu_backend  # noqa: B018  # a lazy module loads on first attribute
     _refuse_execution(import_module("npugraph_ex.npu_fx_compiler"))

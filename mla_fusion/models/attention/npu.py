@@ -117,8 +117,7 @@ def _form(*lengths: Lengths) -> tuple[Any, list[Any]]:
         return npu_fused_infer_attention_score_v2, [
             torch.as_tensor(value, dtype=torch.int64, device=devices[0]) for value in lengths
         ]
-    operator = torch.ops.npu.npu_fused_infer_attention_score_v2
-    return operator, [
+    return torch.ops.npu.npu_fused_infer_attention_score_v2, [
         value.tolist() if isinstance(value, Tensor) else list(value) for value in lengths
     ]
 

@@ -90,8 +90,8 @@ def compare(fused: Target, reference: Target, inputs: Inputs) -> Audit:
         node = getattr(error, "node", None)
         line = _line(node) if isinstance(node, Node) else ""
         cause = error if isinstance(error, _NotDecided) else first_line(error)
-        text = f"not decided: {cause}"
-        return Audit((), (Finding("not.decided", text, line=line, certain=False),))
+        finding = Finding("not.decided", f"not decided: {cause}", line=line, certain=False)
+        return Audit((), (finding,))
 
 
 def _verdict(fused: Target, reference: Target, eager: Mapping[str, float], inputs: Inputs) -> Audit:

@@ -61,8 +61,7 @@ def _read(path: Path, number: int) -> Dump:
     try:
         text = content.decode("utf-8")
     except UnicodeDecodeError as error:
-        line = content.count(b"\n", 0, error.start) + 1
-        raise DumpError("not text (UTF-8)", line) from None
+        raise DumpError("not text (UTF-8)", content.count(b"\n", 0, error.start) + 1) from None
     text = python_text.COLOUR.sub("", text)
     kind = _format_of(text)
     if kind == "fx":
