@@ -80,7 +80,7 @@ def inverse(program: GraphModule, parameter: Tensor) -> Inverse | None:
     has_all = storage_id(viewed) == storage_id(leaf) and viewed.permute(order).is_contiguous()
     if not has_all or (viewed.dtype, viewed.numel()) != (leaf.dtype, leaf.numel()):
         return None
-    result = Inverse(order, tuple(parameter.shape))
+    result = Inverse(order, parameter.shape)
     try:
         result(torch.empty(viewed.shape, device="meta", dtype=torch.float32))
     except RuntimeError:  # axes of the parameter are spread over the packed weight
@@ -119,7 +119,7 @@ class _Laid(NamedTuple):
     def fits(self, parameter: Tensor) -> bool:
         """Returns True if the parameter may lie there."""
         form = self.inverse.shape, self.packed.dtype, self.packed.device
-        return (tuple(parameter.shape), parameter.dtype, parameter.device) == form
+        return (parameter.shape, parameter.dtype, parameter.device) == form
 
     def is_in_use(self) -> bool:
         """Returns True if memory that a parameter has left was freed, or has another user, who
@@ -135,13 +135,13 @@ class _Laid(NamedTuple):
 
     def _has_other_user(self) -> bool:
         """Returns True if anything but this package and the parameter holds the memory."""
-        memory, storage = self.packed, storage_id(self.packed)
+        storage = storage_id(self.packed)
         ours = cache.count_by_storage()[storage] + sum(
             storage_id(laid.packed) == storage
             for laid_out in list(_MODULES.values())
             for laid in laid_out.values()
         )
-        return holders(memory) != holders(memory.new_empty(0)) - 1 + ours
+        return holders(self.packed) != holders(self.packed.new_empty(0)) - 1 + ours
 
 
 _MODULES: WeakKeyDictionary[nn.Module, dict[str, _Laid]] = WeakKeyDictionary()
@@ -169,7 +169,7 @@ def pin(module: nn.Module, name: str) -> None:
         return
     if 0 in tensor.stride() and tensor.numel() > 1:
         return  # repeated numbers, into which nothing can be copied
-    as_it_lies = Inverse(tuple(range(tensor.dim())), tuple(tensor.shape))
+    as_it_lies = Inverse(tuple(range(tensor.dim())), tensor.shape)
     _MODULES.setdefault(module, laid_out)[name] = _Laid(tensor.data, as_it_lies, None)
 
 

@@ -139,8 +139,8 @@ def place(value: object) -> object:
     """Returns where a tensor lies, and how. A number is returned as it is."""
     if not isinstance(value, Tensor):
         return value
-    shape = tuple(value.shape)
-    return storage_id(value), value.storage_offset(), shape, value.stride(), value.dtype
+    form = value.shape, value.stride(), value.dtype
+    return storage_id(value), value.storage_offset(), *form
 
 
 class Source:
