@@ -273,7 +273,7 @@ def _(c: Call, x: Value, beta: Any = 1, alpha: Any = 1, **operands: Any) -> Valu
 
 
 @operator("prims::fma")
-def _(call: Call, /, x: Any, b: Any, c: Any) -> Value:
+def _(call: Call, /, x: Any, b: Any, c: Any) -> Value:  # the schema has an argument named c
     return call.plus(call.times(call.value(x), call.value(b)), call.value(c))
 
 

@@ -515,6 +515,7 @@ class Form:
         ``right`` is [.., k, m], or [k, m] for all rows.
 
         A weight stands on the right. A matrix that is the same for all rows has no leading axes.
+        Rows that are the same for several weights are multiplied by these side by side.
         """
         if left.weight and not right.model:
             return self.transposed(self.dot(self.transposed(right), self.transposed(left)))

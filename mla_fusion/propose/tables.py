@@ -42,8 +42,9 @@ def table_candidates(site: Site, evaluation: Evaluation) -> list[tuple[Value, Te
 
 
 def _operands_beside(site: Site) -> Iterator[tuple[Value, Layout]]:
-    """Yields what the cone reads that is no activation, and what that was moved from, with
-    layouts.
+    """Yields what the cone reads that is not of it, and what that was moved from, with layouts.
+
+    That may be an activation, such as angles that a product makes of another input.
     """
     form = site.projections.form
     for value, layout in site.layouts.items():
